@@ -1,0 +1,1 @@
+"""The `sglang-sm120` command."""

@@ -1,0 +1,1 @@
+"""Communicators, slab exchange, plan and dispatch; calls `csrc`, never `hooks`."""

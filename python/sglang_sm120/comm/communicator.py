@@ -1,0 +1,95 @@
+"""The interface every backend implements, so that hooks and benchmarks never know which one runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CollectiveError(RuntimeError):
+    """A collective could not finish; the text names this rank, the missing rank, the call and its shape."""
+
+
+class Op(str, Enum):
+    """What a call computes; also the key of the plan and of the counters."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_REDUCE_RMSNORM = "all_reduce_rmsnorm"
+    ALL_REDUCE_RMSNORM_FP8 = "all_reduce_rmsnorm_fp8"
+
+
+class Communicator(ABC):
+    """One group of ranks that sum tensors together.
+
+    A communicator is one logical stream: its calls happen in the same order on every rank. Every
+    decision it takes (`admits`, backend, schedule) depends on shape, dtype and construction arguments
+    only, so all ranks decide alike. All ranks receive bit-identical sums.
+
+    Attributes:
+        name: group name as SGLang calls it ("tp", "attention_tp", "moe_tp", ...).
+        rank: this process's index in the group.
+        world: number of ranks in the group.
+        calls: how many calls of each `Op` were served, the counter behind logs and /metrics.
+    """
+
+    name: str
+    rank: int
+    world: int
+
+    def __init__(self, name: str, rank: int, world: int) -> None:
+        self.name = name
+        self.rank = rank
+        self.world = world
+        self.calls: Counter[Op] = Counter()
+
+    @abstractmethod
+    def admits(self, op: Op, rows: int, hidden: int, dtype: torch.dtype) -> bool:
+        """Whether this communicator serves the call; a pure function, equal on every rank."""
+
+    @abstractmethod
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `x` over all ranks as a new tensor.
+
+        Args:
+            x: [rows, hidden] (any leading dims), contiguous, bf16/fp16/fp32.
+
+        Raises:
+            CollectiveError: a rank did not arrive within the bound, or called another shape.
+        """
+
+    @abstractmethod
+    def all_reduce_rmsnorm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        gemma: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum `x` over ranks, add it to `residual`, and normalise.
+
+        residual_out = round(sum) + residual, rounded to the dtype;
+        normed = residual_out * rsqrt(mean(residual_out**2) + eps) * weight, with (1 + weight) if `gemma`.
+
+        Args:
+            x: [rows, hidden] this rank's partial sum.
+            residual: [rows, hidden], the same on every rank, same dtype as `x`; not modified.
+            weight: [hidden], dtype of `x` or fp32.
+            eps: added to the mean square.
+
+        Returns:
+            (normed, residual_out), both [rows, hidden] in the dtype of `x`, freshly allocated.
+
+        Raises:
+            CollectiveError: as for `all_reduce`.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release memory and handles; needs no other rank, may be called twice."""

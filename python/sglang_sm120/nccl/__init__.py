@@ -1,0 +1,1 @@
+"""Right-sized NCCL communicators and a checked NCCL environment."""

@@ -1,0 +1,1 @@
+"""Weight prefetch, cost model and draft-length policy for speculative verification."""
