@@ -85,10 +85,13 @@ class EdgeDriver(ABC):
         """Answer `peer`'s `ping`."""
 
     @abstractmethod
-    def stream(self, targets: Sequence[int], nbytes: int, timeout_s: float) -> list[float]:
-        """Store `nbytes` to every target at once; GB/s per target, in the order of `targets`.
+    def stream(
+        self, flows: Sequence[tuple[int, int]], nbytes: int, timeout_s: float
+    ) -> list[float]:
+        """Store `nbytes` along every flow (source, target) that starts here, all at once; GB/s of each, in order.
 
-        The other ranks of the pattern stream at the same time.
+        `flows` are those of all ranks in this step, so that the ranks that take part can start together; each of
+        them calls this with the same list, the others do not.
         """
 
     @abstractmethod
@@ -103,8 +106,8 @@ class EdgeDriver(ABC):
 def pattern(source: int, target: int, nbytes: int, seed: int) -> np.ndarray:
     """The bytes that `source` writes to `target`: every 8-byte word depends on its address, edge and seed.
 
-    word(i) = mix(i + 1) xor mix(seed, source, target), mix = multiplication by 2**64 / golden ratio and a fold of the
-    upper half into the lower. A byte taken from another address, edge or round therefore shows as wrong.
+    word(i) = mix(i + 1) xor mix(seed, source, target), mix = multiplication by 2**64 / golden ratio, xor its
+    own upper bits. A byte taken from another address, edge or round therefore shows as wrong.
 
     Returns:
         [nbytes] uint8.

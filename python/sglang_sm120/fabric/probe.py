@@ -249,7 +249,8 @@ class _Run:
         bound = self.effort.step_s
         if loads:
             return self.bounded(bound, lambda: self.driver.fetch(target, nbytes, bound))
-        return self.bounded(bound, lambda: self.driver.stream([target], nbytes, bound))[0]
+        flows = [(self.rank, target)]
+        return self.bounded(bound, lambda: self.driver.stream(flows, nbytes, bound))[0]
 
     def pattern(
         self, name: str, partition: isl.Partition, flows: Sequence[Flow], solo: isl.Matrix
@@ -263,7 +264,7 @@ class _Run:
         self.exchange(None)
         if targets:
             try:
-                got = self.bounded(bound, lambda: self.driver.stream(targets, nbytes, bound))
+                got = self.bounded(bound, lambda: self.driver.stream(flows, nbytes, bound))
             except EdgeTimeout as late:
                 mine.append(_failure("lost", self.rank, targets[0], f"{name} pattern: {late}"))
         told = self.exchange(dict(zip(targets, got, strict=True)))
