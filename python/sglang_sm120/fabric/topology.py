@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -28,6 +28,7 @@ class Bridge(msgspec.Struct, frozen=True, kw_only=True):
         vendor, device: PCI ids.
         gen_now, gen_best, width_now, width_best: of the link above it (root port: below it); 0 unknown.
         acs: bits switched on; None when the configuration space could not be read.
+        errors: uncorrectable PCIe errors (AER) since boot.
     """
 
     bdf: str
@@ -40,6 +41,7 @@ class Bridge(msgspec.Struct, frozen=True, kw_only=True):
     width_now: int = 0
     width_best: int = 0
     acs: tuple[str, ...] | None = None
+    errors: int = 0
 
     @property
     def redirects(self) -> bool:
@@ -56,6 +58,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
         gen_*/width_*: of its link now, at best with this slot, and of the GPU itself; 0 unknown.
         idle: the link may be slower now only because the GPU sleeps.
         iommu: "", "identity", "DMA", "DMA-FQ"; iommu_group: number or "".
+        socket: CPU package of the NUMA node; errors: uncorrectable PCIe errors (AER) since boot.
     """
 
     index: int
@@ -78,6 +81,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     bridges: tuple[str, ...] = ()
     iommu: str = ""
     iommu_group: str = ""
+    socket: int = 0
+    errors: int = 0
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,15 +140,15 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
             return EdgeClass.HOST
         if self.common_bridge(a, b):
             return EdgeClass.SAME_SWITCH
-        one, other = self.gpus[a], self.gpus[b]
-        return EdgeClass.SAME_ROOT if one.numa == other.numa else EdgeClass.CROSS_SOCKET
+        same = self.gpus[a].socket == self.gpus[b].socket
+        return EdgeClass.SAME_ROOT if same else EdgeClass.CROSS_SOCKET
 
     def islands(self) -> tuple[tuple[int, ...], ...]:
-        """GPU indices by the switch above them, or by NUMA node where they hang on root ports."""
+        """GPU indices by the switch above them, or by socket where they hang on root ports."""
         groups: dict[str, list[int]] = {}
         for g in self.gpus:
             ups = [b for b in g.bridges if self.bridge(b).kind == "switch uplink"]
-            groups.setdefault(ups[0] if ups else f"numa{g.numa}", []).append(g.index)
+            groups.setdefault(ups[0] if ups else f"socket{g.socket}", []).append(g.index)
         return tuple(tuple(v) for v in groups.values())
 
     @property
@@ -235,10 +240,11 @@ def _bridge(source: Source, bdf: str, above: str, below: str, chain: list[str]) 
         width_now=max(0, source.number(f"{folder}/current_link_width", 0)),
         width_best=max(0, source.number(f"{folder}/max_link_width", 0)),
         acs=acs_bits(source.read(f"{folder}/config") or b""),
+        errors=_errors(source, folder),
     )
 
 
-def _gpu(source: Source, index: int, bdf: str, chain: list[str], facts: dict) -> Gpu:
+def _gpu(source: Source, index: int, bdf: str, chain: list[str], facts: dict[str, Any]) -> Gpu:
     folder = f"{PCI}/{bdf}"
     info = source.text(f"/proc/driver/nvidia/gpus/{bdf}/information")
     group = source.link(f"{folder}/iommu_group") or ""
@@ -267,7 +273,30 @@ def _gpu(source: Source, index: int, bdf: str, chain: list[str], facts: dict) ->
         bridges=tuple(reversed(chain)),
         iommu=source.text(f"{folder}/iommu_group/type"),
         iommu_group=group.rsplit("/", 1)[-1],
+        socket=_socket(source, numa),
+        errors=_errors(source, folder),
     )
+
+
+def _socket(source: Source, numa: int) -> int:
+    """CPU package of a NUMA node: a package may have several nodes (NPS2, NPS4, sub-NUMA clusters)."""
+    if numa < 0:
+        return 0
+    first = re.match(r"\d+", source.text(f"/sys/devices/system/node/node{numa}/cpulist"))
+    if not first:
+        return numa
+    return source.number(
+        f"/sys/devices/system/cpu/cpu{first[0]}/topology/physical_package_id", numa
+    )
+
+
+def _errors(source: Source, folder: str) -> int:
+    """Uncorrectable errors of one device: fatal and non-fatal totals of its AER counters."""
+    total = 0
+    for kind, name in (("fatal", "FATAL"), ("nonfatal", "NONFATAL")):
+        counted = _first(rf"TOTAL_ERR_{name}\s+(\d+)", source.text(f"{folder}/aer_dev_{kind}"))
+        total += int(counted or 0)
+    return total
 
 
 def _iommu(gpus: list[Gpu]) -> str:
