@@ -306,8 +306,9 @@ class SimServer:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def tail(self, lines: int = 40) -> str:
-        """The last lines of the log, with its place."""
-        return "\n".join([f"log: {self.log}", *self.log_text().splitlines()[-lines:]])
+        """The last lines of the log, very long ones cut, with its place."""
+        last = (line[:500] for line in self.log_text().splitlines()[-lines:])
+        return "\n".join([f"log: {self.log}", *last])
 
     def request(
         self, method: str, path: str, body: object = None, *, timeout_s: float = 300.0
