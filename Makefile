@@ -51,6 +51,11 @@ test-server: build
 test-gpu: build
 	$(PYTEST) tests/gpu -m "not soak"
 
+# The patches for SGLang: each alone and the series in order apply, are formatted and pass their tests; then the plugin
+# runs on the patched tree.
+upstream: build
+	$(PY) tools/upstream.py
+
 soak: build
 	$(PYTEST) tests -m soak
 
