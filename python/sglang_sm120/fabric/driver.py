@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-_MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio
+_MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
 
 
 class EdgeTimeout(RuntimeError):
@@ -38,7 +38,8 @@ class Received(msgspec.Struct, frozen=True):
 class EdgeDriver(ABC):
     """One rank's access to the others' probe memory.
 
-    Every rank owns an inbox of `capacity` bytes per source rank. Every call returns or raises within its
+    Every rank owns an inbox of `capacity` bytes per source rank. At most eight peers are used in one call (CUDA maps
+    no more), so a driver may map them as they come. Every call returns or raises within its
     `timeout_s`; a call that cannot keep that promise makes the rank unusable, and the probe says so.
 
     Attributes:
@@ -112,9 +113,9 @@ def pattern(source: int, target: int, nbytes: int, seed: int) -> np.ndarray:
     Returns:
         [nbytes] uint8.
     """
-    words = np.arange(1, -(-nbytes // 8) + 1, dtype=np.uint64) * _MIX
-    edge = np.uint64((seed * 0x10001 + source * 257 + target + 1) & 0xFFFFFFFF) * _MIX
-    words = (words ^ (words >> np.uint64(29))) ^ edge
+    words = np.arange(1, -(-nbytes // 8) + 1, dtype=np.uint64) * np.uint64(_MIX)
+    edge = ((seed * 0x10001 + source * 257 + target + 1) * _MIX) & (2**64 - 1)
+    words = (words ^ (words >> np.uint64(29))) ^ np.uint64(edge)
     return words.view(np.uint8)[:nbytes]
 
 

@@ -40,6 +40,17 @@ def partitions(latency_us: Matrix) -> tuple[Partition, ...]:
     return tuple(found)
 
 
+def with_hints(found: Sequence[Partition], hints: Sequence[Partition]) -> tuple[Partition, ...]:
+    """`found` and the hints that name every rank once, without repeats, ordered by number of islands."""
+    everyone = sorted(r for island in found[0] for r in island)
+    out = list(found)
+    for hint in hints:
+        ordered = tuple(sorted(tuple(sorted(island)) for island in hint))
+        if sorted(r for island in ordered for r in island) == everyone and ordered not in out:
+            out.append(ordered)
+    return tuple(sorted(out, key=len))
+
+
 def _components(world: int, joined: Sequence[tuple[int, int]]) -> Partition:
     label = list(range(world))
     for a, b in joined:

@@ -165,7 +165,8 @@ class _Run:
             if nbytes > self.driver.capacity:
                 continue
             for _ in range(self.effort.integrity_rounds):
-                for shifts in [[s] for s in range(1, self.world)] + [list(range(1, self.world))]:
+                alone = [[s] for s in range(1, self.world)]
+                for shifts in alone + crowds(self.world):
                     seed += 1
                     self.deliver(shifts, nbytes, seed, self.effort.step_s)
 
@@ -284,12 +285,19 @@ class _Run:
             self.steps[name] = round(time.monotonic() - begin, 4)
 
 
-def run(driver: EdgeDriver, exchange: Exchange, effort: Effort = FAST) -> ProbeReport:
+def run(
+    driver: EdgeDriver,
+    exchange: Exchange,
+    effort: Effort = FAST,
+    hints: Sequence[isl.Partition] = (),
+) -> ProbeReport:
     """Probe the group of `driver`; collective over `exchange`.
 
     Args:
         driver: this rank's access; closed before returning.
         exchange: gathers one object of every rank, in rank order, and is itself bounded.
+        hints: partitions to try besides those that latencies show (switches by sysfs, the user's own); the same
+            on every rank.
 
     Returns:
         The report, the same on every rank but for `seconds` and `steps` (rank 0's are shared).
@@ -304,7 +312,7 @@ def run(driver: EdgeDriver, exchange: Exchange, effort: Effort = FAST) -> ProbeR
         state.timed("open", state.open)
         state.timed("arrival", state.arrive)
         latency = state.timed("latency", state.latency)
-        partitions = isl.partitions(latency)
+        partitions = isl.with_hints(isl.partitions(latency), hints)
         early = ProbeReport(rig="", simulated=False, world=driver.world, latency_us=latency)
         # Staged traffic is vetoed anyway; measuring and verifying it at host speed would take minutes.
         if early.median_latency_us() <= STAGED_US:
@@ -364,6 +372,12 @@ def groups_of(name: str, partition: isl.Partition) -> list[isl.Partition]:
     if name == "inside" or len(partition) == 1:
         return [single]
     return [partition]
+
+
+def crowds(world: int) -> list[list[int]]:
+    """All shifts at once, in portions of at most the eight peers that one process maps."""
+    shifts = list(range(1, world))
+    return [shifts[i : i + isl.MAX_PEERS] for i in range(0, len(shifts), isl.MAX_PEERS)]
 
 
 def tournament(world: int) -> list[list[Flow]]:
