@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_type_hints
@@ -431,3 +432,13 @@ def plugins_switched_off(environ: Mapping[str, str] | None = None) -> bool:
     """Whether `SGLANG_PLUGINS` is set and empty: SGLang reads that as "all", the user means "none"."""
     environ = os.environ if environ is None else environ
     return "SGLANG_PLUGINS" in environ and not environ["SGLANG_PLUGINS"].strip()
+
+
+def asked_for(argv: list[str] | None = None, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process's command line or environment switches the plugin on; wrong values count as no."""
+    if DECLARED[0].option.flag in (sys.argv if argv is None else argv):
+        return True
+    try:
+        return from_environment(environ).enabled
+    except OptionError:
+        return False

@@ -8,7 +8,9 @@ import sys
 import typer
 
 # command -> (module, help). A module defines `app` (typer.Typer) or `command` (a function).
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "hooks": ("hooks", "Check the installed SGLang against every function that the plugin wraps."),
+}
 
 
 def _load(name: str, help_text: str, module: str, root: typer.Typer) -> None:

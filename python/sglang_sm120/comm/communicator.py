@@ -90,6 +90,29 @@ class Communicator(ABC):
             CollectiveError: as for `all_reduce`.
         """
 
+    # The next three are not abstract: a backend that has nothing to do there says so by not defining them.
+    def prepare(  # noqa: B027
+        self, hidden: int, dtype: torch.dtype, max_rows: int | None
+    ) -> None:
+        """Do what may not happen inside graph capture or in the first call: probe, measure, plan, warm up.
+
+        Collective. Called once per model before its graphs are captured; by default there is nothing to do.
+
+        Args:
+            hidden: width of the model's activations.
+            max_rows: rows of the widest captured decode or verify batch, None when no graph is captured.
+        """
+
+    def set_timeout_ms(self, timeout_ms: int) -> None:  # noqa: B027
+        """Change how long later calls wait for a missing rank; by default the bound of the constructor stays."""
+
+    def poll(self) -> None:  # noqa: B027
+        """Raise what a kernel reported since the last call; backends whose calls raise themselves do nothing.
+
+        Raises:
+            CollectiveError: a rank did not arrive in an earlier asynchronous call.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Release memory and handles; needs no other rank, may be called twice."""

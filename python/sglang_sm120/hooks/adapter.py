@@ -1,0 +1,102 @@
+"""SGLang's custom all-reduce interface around one of our communicators."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+logger = logging.getLogger("sglang_sm120")
+
+
+class Sm120AllReduce:
+    """What `GroupCoordinator.ca_comm` holds for a group that we serve.
+
+    SGLang reads the attributes and methods up to `close` by name. None of them may be called
+    `fused_allreduce_rmsnorm`, `obj` or `has_multicast`: SGLang would take those for its own kernels, and its
+    caller of the first swallows errors.
+    """
+
+    def __init__(
+        self, communicator: Communicator, group: ProcessGroup, device: torch.device
+    ) -> None:
+        self.communicator = communicator
+        self.group = group
+        self.device = device
+        self.world_size = communicator.world
+        self.disabled = False
+        self.original_disabled = False
+
+    def should_custom_ar(self, inp: torch.Tensor) -> bool:
+        """Whether the plain sum of `inp` is ours; a function of its shape and dtype only."""
+        rows, hidden = rows_of(inp)
+        return rows > 0 and self.communicator.admits(Op.ALL_REDUCE, rows, hidden, inp.dtype)
+
+    def custom_all_reduce(self, inp: torch.Tensor) -> torch.Tensor:
+        """The sum over the group as a new tensor.
+
+        Raises:
+            CollectiveError: a rank did not take part.
+        """
+        with _reported():
+            return self.communicator.all_reduce(inp.contiguous())
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """Entered around CUDA graph capture; our kernels need no registration of captured buffers."""
+        yield
+
+    def close(self) -> None:
+        self.disabled = True
+        self.communicator.close()
+
+    def admits_sum_add_norm(self, like: torch.Tensor) -> bool:
+        """Whether all-reduce + residual + RMSNorm on tensors shaped like `like` ([rows, hidden]) is ours."""
+        rows, hidden = rows_of(like)
+        return rows > 0 and self.communicator.admits(
+            Op.ALL_REDUCE_RMSNORM, rows, hidden, like.dtype
+        )
+
+    def sum_add_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        gemma: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(normed, residual_out) of the sum of `x` over the group; see `Communicator.all_reduce_rmsnorm`.
+
+        Raises:
+            CollectiveError: a rank did not take part.
+        """
+        with _reported():
+            return self.communicator.all_reduce_rmsnorm(
+                x.contiguous(), residual.contiguous(), weight, eps, gemma=gemma
+            )
+
+
+def rows_of(x: torch.Tensor) -> tuple[int, int]:
+    """(rows, hidden) of a tensor seen as [rows, hidden]; (0, 0) if it has no elements."""
+    if x.dim() == 0 or x.numel() == 0:
+        return 0, 0
+    return x.numel() // x.shape[-1], x.shape[-1]
+
+
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    # SGLang logs a traceback and ends the server; the sentence on a line of its own is what people search for.
+    try:
+        yield
+    except CollectiveError as error:
+        logger.critical("sglang-sm120: %s", error)
+        raise

@@ -1,0 +1,109 @@
+"""The plain all-reduce: our communicator in the place of SGLang's custom all-reduce, one per group of ranks."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_sm120.comm import factory
+from sglang_sm120.hooks import session as sessions
+from sglang_sm120.hooks.adapter import Sm120AllReduce
+from sglang_sm120.hooks.census import CENSUS, Sum
+from sglang_sm120.hooks.contract import Binding, Part, Target
+
+logger = logging.getLogger("sglang_sm120")
+
+# Groups whose sums SGLang leaves to NCCL when they are not the whole TP group, although they are on the critical path.
+SPLIT_GROUPS = frozenset({"moe_tp", "moe_ep", "shared_experts_tp"})
+
+_group_name: contextvars.ContextVar[str] = contextvars.ContextVar("sm120_group_name", default="")
+
+
+class CountedAllReduce(Sm120AllReduce):
+    """The adapter that also books its plain sums in the census."""
+
+    def custom_all_reduce(self, inp: Any) -> Any:
+        CENSUS.note(Sum.PLAIN)
+        return super().custom_all_reduce(inp)
+
+
+def name_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around `init_model_parallel_group`: remember the group's name, and ask for a custom all-reduce."""
+    name = kwargs.get("group_name") or (args[6] if len(args) > 6 else None) or "anonymous"
+    if name in SPLIT_GROUPS and len(args) < 5:
+        kwargs["use_custom_allreduce"] = True
+    token = _group_name.set(name)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _group_name.reset(token)
+
+
+def dispatch(original: Callable[..., Any], group: Any, device: Any) -> Any:
+    """Around `dispatch_custom_allreduce`: our adapter, or SGLang's choice where the group declined.
+
+    SGLang calls what this returns like a class, with the same two arguments, and turns any error into a warning.
+    """
+    session = sessions.current()
+    name = _group_name.get() or "anonymous"
+    outcome = factory.build(name, group, device, session.options)
+    session.outcomes[name] = outcome
+    if session.tp_rank == 0:
+        logger.info("sglang-sm120: %s", outcome.reason)
+    if outcome.communicator is None:
+        if session.options.backend not in ("auto", "nccl"):
+            sessions.refuse(
+                f"{outcome.reason}; --sm120-backend {session.options.backend} was asked for"
+            )
+        return original(group=group, device=device)
+    adapter = CountedAllReduce(outcome.communicator, group, device)
+    session.adopt(name, outcome, adapter)
+    return lambda group, device: adapter
+
+
+def prepare_workspace(result: Any, self: Any) -> None:
+    """After SGLang's own workspace step, before any graph is captured: size and warm our communicators."""
+    rows = self._widest_decode_rows()
+    runner = self.model_runner
+    for adapter in sessions.current().adapters:
+        adapter.communicator.prepare(runner.model_config.hidden_size, runner.dtype, rows)
+
+
+PART = Part(
+    "all_reduce",
+    (
+        Binding(
+            Target(
+                "sglang.srt.distributed.parallel_state.init_model_parallel_group",
+                "(group_ranks, local_rank, backend, use_pynccl=..., use_custom_allreduce=..., "
+                "use_message_queue_broadcaster=..., group_name=..., use_mscclpp=..., "
+                "use_torch_symm_mem_allreduce=..., recovered_rank=..., rank_offset=..., max_world_size=...)",
+                "learns the group's name; asks for a custom all-reduce in split expert groups",
+            ),
+            HookType.AROUND,
+            name_group,
+        ),
+        Binding(
+            Target(
+                "sglang.srt.distributed.device_communicators.custom_all_reduce.dispatch_custom_allreduce",
+                "(group, device)",
+                "puts our communicator in the place of SGLang's custom all-reduce",
+            ),
+            HookType.AROUND,
+            dispatch,
+        ),
+        Binding(
+            Target(
+                "sglang.srt.model_executor.runner.base_runner.BaseRunner._pre_initialize_pcie_ipc_workspace",
+                "(self)",
+                "prepares our workspaces before CUDA graphs are captured",
+            ),
+            HookType.AFTER,
+            prepare_workspace,
+        ),
+    ),
+)

@@ -1,0 +1,188 @@
+"""From the command line to the workers: flags, checks before anything is spawned, and activation of the deep hooks.
+
+Phase 1 runs in every process and touches only SGLang's argument code. Phase 2 runs in scheduler processes, when
+SGLang publishes their configuration: before NCCL, before any group of ranks, before the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_device, get_observability, get_parallel
+
+from sglang_sm120 import __version__
+from sglang_sm120 import options as opt
+from sglang_sm120.hooks import contract
+from sglang_sm120.hooks.contract import Binding, Part, Target
+from sglang_sm120.options import OptionError, Options
+
+logger = logging.getLogger("sglang_sm120")
+
+_activated = False
+
+
+def options_of(server_args: Any) -> Options:
+    """The options a launch resolved, in the launcher and in any process that received its arguments.
+
+    Raises:
+        OptionError: the environment has a wrong value (only without a command line, which was checked).
+    """
+    attached = getattr(server_args, "_sm120", None)
+    return opt.from_environment() if attached is None else opt.from_dict(attached)
+
+
+def attach(server_args: Any, options: Options) -> None:
+    """Let the options travel with the pickled arguments, and in the environment where those are rebuilt."""
+    server_args._sm120 = opt.to_dict(options)
+    opt.hand_down(options)
+
+
+def parts_for(options: Options, device: str | None) -> list[str]:
+    """Names of the parts that these options need on this device."""
+    parts = ["census"] if options.enabled or options.stats else []
+    if options.enabled:
+        parts += ["all_reduce", "fusion"]
+    if parts and device == "cpu":
+        parts += ["gloo_census"]
+        if options.enabled:
+            parts += ["cpu_all_reduce"]
+    return parts
+
+
+def add_cli_args(result: Any, parser: Any) -> None:
+    """After `ServerArgs.add_cli_args`."""
+    opt.add_arguments(parser)
+
+
+def from_cli_args(result: Any, cls: type, args: Any) -> Any:
+    """After `ServerArgs.from_cli_args`; a wrong value ends the launch with its sentence."""
+    try:
+        options = opt.from_namespace(args)
+    except OptionError as error:
+        raise SystemExit(f"sglang-sm120: {error}") from None
+    attach(result, options)
+    result._sm120_from_command_line = True
+    return result
+
+
+def check_contract(server_args: Any, previous: Any) -> None:
+    """Resolution step before the model is looked at: every hook target must be the one we know."""
+    previous(server_args)
+    try:
+        options = options_of(server_args)
+        attach(server_args, options)
+        parts = parts_for(options, resolving_view(server_args).device)
+        if options.enabled:
+            contract.require(["launch", *parts])
+    except (OptionError, contract.HookRefused) as error:
+        _refuse_launch(server_args, error)
+
+
+def check_server(server_args: Any, previous: Any) -> None:
+    """Resolution step after SGLang's own validation: refuse or settle what contradicts our part."""
+    previous(server_args)
+    options = options_of(server_args)
+    if not options.enabled:
+        return
+    view = resolving_view(server_args)
+    asked = getattr(server_args, "_raw_input", {})
+    try:
+        options.check_world(view.tp_size)
+        for field, flag in (
+            ("disable_custom_all_reduce", "--disable-custom-all-reduce"),
+            ("flashinfer_allreduce_fusion_backend", "--flashinfer-allreduce-fusion-backend"),
+            ("enable_mscclpp", "--enable-mscclpp"),
+            ("enable_torch_symm_mem", "--enable-torch-symm-mem"),
+        ):
+            if asked.get(field):
+                raise OptionError(
+                    f"--enable-sm120-fusion and {flag} want the same sums; give only one of them"
+                )
+    except OptionError as error:
+        _refuse_launch(server_args, error)
+    if view.flashinfer_allreduce_fusion_backend is not None:
+        # SGLang switched it on by itself; two fusions of one sum are one too many.
+        declare_resolution(server_args, "sglang_sm120", flashinfer_allreduce_fusion_backend=None)
+    if view.tp_size == 1:
+        logger.warning(
+            "sglang-sm120: one rank has nothing to sum; --enable-sm120-fusion has no effect"
+        )
+
+
+def _refuse_launch(server_args: Any, error: Exception) -> None:
+    text = str(error) if str(error).startswith("sglang-sm120: ") else f"sglang-sm120: {error}"
+    if getattr(server_args, "_sm120_from_command_line", False):
+        raise SystemExit(text) from None
+    raise type(error)(text) from None
+
+
+def on_publish(result: Any, server_args: Any, *, role: str, **_: Any) -> None:
+    """After `runtime_context.publish`: in a scheduler, install the deep hooks once."""
+    global _activated
+    if role != "scheduler" or _activated:
+        return
+    options = options_of(server_args)
+    device = get_device().device
+    parts = parts_for(options, device)
+    if not parts:
+        return
+    _activated = True
+    from sglang_sm120.hooks import session as sessions
+
+    try:
+        for name in parts:
+            contract.install(contract.load_part(name))
+    except contract.HookRefused as refused:
+        sessions.refuse(str(refused))
+    tp_rank = get_parallel().tp_rank
+    sessions.start(options, device, tp_rank)
+    from sglang_sm120.hooks import census
+
+    census.start_reporting(options.stats, tp_rank, get_observability().enable_metrics)
+    if tp_rank == 0:
+        changed = {k: v for k, v in opt.to_dict(options).items() if v != getattr(Options(), k)}
+        logger.info("sglang-sm120 %s on SGLang %s: %s; parts %s", __version__, contract.sglang_version(), changed, parts)  # fmt: skip
+
+
+def register_checks() -> None:
+    """Add the two resolution steps; SGLang has an official list of steps that a plugin may wrap."""
+    register_resolution_hook("handle_hardware_runtime_validation")(check_contract)
+    register_resolution_hook("handle_other_validations")(check_server)
+
+
+PART = Part(
+    "launch",
+    (
+        Binding(
+            Target(
+                "sglang.srt.server_args.ServerArgs.add_cli_args",
+                "(parser)",
+                "adds the flags to --help and the parser",
+            ),
+            HookType.AFTER,
+            add_cli_args,
+        ),
+        Binding(
+            Target(
+                "sglang.srt.server_args.ServerArgs.from_cli_args",
+                "(cls, args)",
+                "checks the flags and attaches them to the server's arguments",
+            ),
+            HookType.AFTER,
+            from_cli_args,
+        ),
+        Binding(
+            Target(
+                "sglang.srt.runtime_context.publish",
+                "(server_args, *, role, hf_config=..., ranks=...)",
+                "installs the other parts in scheduler processes",
+            ),
+            HookType.AFTER,
+            on_publish,
+        ),
+    ),
+)

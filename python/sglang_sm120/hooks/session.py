@@ -1,0 +1,105 @@
+"""What this process's hooks share: the options, the device, and the communicators they built."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from sglang_sm120.comm.factory import Outcome, Peer
+from sglang_sm120.comm.peers import PeerWatch
+from sglang_sm120.hooks.adapter import Sm120AllReduce
+from sglang_sm120.options import Options
+
+logger = logging.getLogger("sglang_sm120")
+
+
+@dataclass
+class Session:
+    """State of the plugin in one scheduler process.
+
+    Attributes:
+        device: "cuda" or "cpu", as SGLang resolved it.
+        tp_rank: this process's tensor-parallel rank, for log lines and metrics.
+        adapters: what SGLang holds as `ca_comm`, one per group served by us.
+        outcomes: group name -> what the group decided at start.
+    """
+
+    options: Options
+    device: str
+    tp_rank: int
+    adapters: list[Sm120AllReduce] = field(default_factory=list)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    _watches: list[PeerWatch] = field(default_factory=list)
+
+    def adopt(self, name: str, outcome: Outcome, adapter: Sm120AllReduce) -> None:
+        """Keep a group's adapter and watch its ranks' processes."""
+        self.adapters.append(adapter)
+
+        def died(peer: Peer) -> None:
+            logger.critical(
+                'sglang-sm120: rank %d of group "%s" (process %d) has died; rank %d had finished %d calls. '
+                "The server ends.",
+                peer.rank,
+                name,
+                peer.pid,
+                adapter.communicator.rank,
+                adapter.communicator.calls.total(),
+            )
+
+        self._watches.append(
+            PeerWatch(outcome.session, adapter.communicator.rank, outcome.peers, died)
+        )
+
+    def serving(self) -> None:
+        """End of warm-up: from here on a missing rank is an error after the short bound."""
+        for adapter in self.adapters:
+            adapter.communicator.set_timeout_ms(self.options.timeout_ms)
+
+    def poll(self) -> None:
+        """Raise what asynchronous collectives reported.
+
+        Raises:
+            CollectiveError: a rank was missing.
+        """
+        for adapter in self.adapters:
+            adapter.communicator.poll()
+
+    def close(self) -> None:
+        for watch in self._watches:
+            watch.close()
+        for adapter in self.adapters:
+            adapter.close()
+
+
+_session: Session | None = None
+
+
+def start(options: Options, device: str, tp_rank: int) -> Session:
+    """Begin this process's session; a second call returns the first one's."""
+    global _session
+    if _session is None:
+        _session = Session(options, device, tp_rank)
+        atexit.register(_session.close)
+    return _session
+
+
+def current() -> Session:
+    """The running session.
+
+    Raises:
+        RuntimeError: no hook of phase 2 was installed in this process.
+    """
+    if _session is None:
+        raise RuntimeError("sglang-sm120 is not active in this process")
+    return _session
+
+
+def refuse(sentence: str) -> NoReturn:
+    """End this scheduler process with one sentence; its launcher then ends the server.
+
+    SystemExit, because SGLang turns any `Exception` of a custom all-reduce's set-up into a warning.
+    """
+    logger.critical("sglang-sm120: %s", sentence)
+    raise SystemExit(1)
