@@ -34,16 +34,16 @@ class Constants(msgspec.Struct, frozen=True):
     """
 
     ll_base_us: float = 6.6
-    ll_hop_us: float = 0.25
-    ll_gbps: float = 35.0
+    ll_hop_us: float = 0.29
+    ll_gbps: float = 23.0
     simple_base_us: float = 8.4
-    simple_hop_us: float = 2.6
-    simple_gbps: float = 40.0
-    push_base_us: float = 2.9
-    barrier_us: float = 1.0
-    pull_base_us: float = 3.0
-    phase_us: float = 0.5
-    norm_us: float = 2.0
+    simple_hop_us: float = 2.55
+    simple_gbps: float = 26.0
+    push_base_us: float = 2.8
+    barrier_us: float = 2.2
+    pull_base_us: float = 1.05
+    phase_us: float = 0.06
+    norm_us: float = 2.2
 
 
 CONSTANTS = Constants()
@@ -147,7 +147,9 @@ def one_shot_push(
     for source, target in _pairs(range(len(ranks))):
         transfers.append(Transfer(0, source, target, nbytes))
     if barrier:
-        _flags(transfers, range(len(ranks)), hop=1, delay_us=constants.barrier_us, data=transfers[:])
+        _flags(
+            transfers, range(len(ranks)), hop=1, delay_us=constants.barrier_us, data=transfers[:]
+        )
     return Call(transfers=tuple(transfers), fixed_us=constants.push_base_us)
 
 

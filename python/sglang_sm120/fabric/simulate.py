@@ -104,7 +104,9 @@ def rival(
     taking = tuple(range(machine.world) if ranks is None else ranks)
     names = ("nccl-ll", "nccl-simple") if method == "nccl" else (method,)
     tries = [
-        estimate(machine, rivals.RIVALS[n](machine, taking, nbytes, constants), nbytes, method, taking)
+        estimate(
+            machine, rivals.RIVALS[n](machine, taking, nbytes, constants), nbytes, method, taking
+        )
         for n in names
     ]
     return min(tries, key=lambda e: e.total_us)

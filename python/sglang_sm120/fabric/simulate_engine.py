@@ -249,9 +249,7 @@ def run(network: Network, transfers: Sequence[Transfer]) -> Run:
         changed = False
         for e in np.flatnonzero(active & (left <= _EPS * 1e3)).tolist():
             done = current[e]
-            heapq.heappush(
-                events, (now + network.latency[e] + transfers[done].extra_us, 0, done)
-            )
+            heapq.heappush(events, (now + network.latency[e] + transfers[done].extra_us, 0, done))
             current[e], active[e], changed = -1, False, True
         while events and events[0][0] <= now + _EPS:
             _, kind, i = heapq.heappop(events)
@@ -284,7 +282,9 @@ def _edge_of(network: Network, index: int, t: Transfer) -> int:
     if t.source == t.target:
         raise SimulationError(f"transfer {index} of rank {t.source} goes to itself")
     if any(not 0 <= dep < index for dep in t.after):
-        raise SimulationError(f"transfer {index} depends on {t.after}: only earlier ones may be named")
+        raise SimulationError(
+            f"transfer {index} depends on {t.after}: only earlier ones may be named"
+        )
     return network.edge(t.source, t.target, t.engine)
 
 

@@ -30,8 +30,8 @@ class Series(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         source: public address; note: why this method stands for it.
         ranks: which GPUs took part; all when empty.
         rows: (bytes per rank, microseconds), ascending.
-        engine_gbps: what this implementation's kernels move per GPU on this machine, set on the fitting half;
-            0 where the machine's own figures are used.
+        engine_gbps: what this implementation moved per GPU in this run (kernel shape, NCCL channels: not published),
+            set on the fitting half; 0 where the machine's own figures and `Constants` are used.
         reason: why rows of this series may be far off, for the list of outliers.
     """
 
@@ -86,7 +86,11 @@ def series() -> tuple[Series, ...]:
 def predict(one: Series, nbytes: int, constants: Constants = CONSTANTS) -> float:
     """The simulator's microseconds for a message of `nbytes` bytes under the conditions of a published curve."""
     machine = published_machine(one.machine)
-    if one.engine_gbps:
+    if one.engine_gbps and one.method.startswith("nccl"):
+        constants = msgspec.structs.replace(
+            constants, ll_gbps=one.engine_gbps, simple_gbps=one.engine_gbps
+        )
+    elif one.engine_gbps:
         machine = _limited(one.machine, one.engine_gbps)
     return simulate.rival(machine, one.method, nbytes, one.ranks or None, constants).total_us
 
@@ -100,9 +104,7 @@ def _limited(name: str, gbps: float) -> Machine:
     return msgspec.structs.replace(machine, gpus=gpus)
 
 
-def compare(
-    constants: Constants = CONSTANTS, curves: Sequence[Series] | None = None
-) -> list[Row]:
+def compare(constants: Constants = CONSTANTS, curves: Sequence[Series] | None = None) -> list[Row]:
     """Every published row beside the simulator's figure."""
     return [
         Row(one, nbytes, us, predict(one, nbytes, constants), fitted=at % 2 == 0)
