@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 from rich.table import Table
-
 from sglang_sm120.fabric import simulate_published as published
 from sglang_sm120.fabric.rivals import CONSTANTS, Constants
 

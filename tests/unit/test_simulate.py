@@ -7,7 +7,6 @@ import time
 
 import numpy as np
 import pytest
-
 from sglang_sm120.fabric import machine as described
 from sglang_sm120.fabric import rivals, simulate
 from sglang_sm120.fabric.flows import shares

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 from rich.table import Table
-
 from sglang_sm120.fabric import simulate_published as published
 
 
