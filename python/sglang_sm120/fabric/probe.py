@@ -34,9 +34,8 @@ T = TypeVar("T")
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
-GRACE_S: Final = (
-    0.5  # how much later than its own bound a driver call may return before it counts as stuck
-)
+# How much later than its own bound a driver call may return before it counts as stuck.
+GRACE_S: Final = 2.0
 
 
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +51,8 @@ class Effort(msgspec.Struct, frozen=True, kw_only=True):
         loads: whether bandwidth of loads is measured too.
     """
 
-    step_s: float = 0.5
-    arrival_s: float = 0.25
+    step_s: float = 1.0
+    arrival_s: float = 1.0
     ping_rounds: int = 32
     stream_bytes: int = 2 * MIB
     integrity_bytes: tuple[int, ...] = (4 * KIB, 64 * KIB, 128 * KIB + 24, 1 * MIB)
