@@ -80,7 +80,7 @@ SM120_HD constexpr bool fits(const Layout& layout, const Plan& plan, const Shape
   return padded <= message_limit(layout, plan.schedule);
 }
 
-// What a rank raises in every slab when a wait expires; `code` is written last.
+// What a rank raises in every slab when a wait expires.
 enum class Abort : uint32_t { kNone = 0, kMissing = 1, kDied = 2, kLeft = 3, kMismatch = 4 };
 
 SM120_HD constexpr uint32_t abort_code(Abort why, uint32_t culprit, uint32_t reporter) {
@@ -115,17 +115,22 @@ struct FlightRecord {
   uint64_t waited_ns;
 };
 
-// First bytes of a slab. Each group of fields that a different party writes has lines of its own.
+// What the reporter of an abort knew; written before the abort word.
+struct AbortNote {
+  CallRecord reporter_call;
+  CallRecord culprit_call;  // kMismatch: the other shape
+};
+
+// First bytes of a slab. Fields that different parties write lie on lines of their own.
 struct ControlPage {
-  alignas(128) uint64_t epoch;         // calls begun on this channel; this rank's own
-  uint64_t touched[kSlots][kRegions];  // bytes each region of a slot holds, for clearing
-  alignas(128) uint32_t abort;         // abort_code, 0 while all is well; any rank
-  CallRecord abort_reporter_call;      // kMismatch: the two shapes
-  CallRecord abort_culprit_call;
-  alignas(128) uint32_t owner;       // token of the stream inside a call, 0 when free
-  alignas(128) FlightRecord flight;  // this rank's own
-  alignas(128)
-      CallRecord record[kSlots][kMaxWorld];  // call records, one per source; cleared with slots
+  alignas(128) uint64_t epoch;             // calls begun on this channel; this rank's own
+  uint64_t touched[kSlots][kRegions];      // bytes each region of a slot holds, for clearing
+  alignas(128) uint32_t abort;             // abort_code, 0 while all is well; any rank
+  alignas(128) AbortNote note[kMaxWorld];  // one per reporter
+  alignas(128) uint32_t owner;             // token of the stream inside a call, 0 when free
+  alignas(128) uint32_t left;              // 1 when this rank has closed the channel
+  alignas(128) FlightRecord flight;        // this rank's own
+  alignas(128) CallRecord record[kSlots][kMaxWorld];  // one per source; cleared with their slot
 };
 static_assert(sizeof(ControlPage) <= kControlBytes);
 
