@@ -86,6 +86,7 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
         drafter: Directory of the EAGLE-3 head's checkpoint (bf16).
         layers: The target's decoder layers.
         hidden: The target's hidden size.
+        aux_layers: Layers whose outputs feed the drafter.
         text: What the target knows by heart; it starts over at its end.
         context: Least tokens of prompt after which every next token is right.
         max_length: Most tokens of prompt and answer together that training covered.
@@ -98,6 +99,7 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str
     layers: int
     hidden: int
+    aux_layers: tuple[int, ...]
     text: str
     context: int
     max_length: int
@@ -218,6 +220,7 @@ def _make(
         drafter=str(folder / "drafter"),
         layers=recipe.shape.layers,
         hidden=recipe.shape.hidden,
+        aux_layers=recipe.aux_layers,
         text=known,
         context=recipe.target.context,
         max_length=recipe.target.window,
