@@ -1,0 +1,93 @@
+"""Measured plans kept between starts: used again only on the very same machine and software."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from sglang_sm120.comm.plan import Plan
+from sglang_sm120.fabric.report import ProbeReport
+from sglang_sm120.fabric.versions import Versions
+
+logger = logging.getLogger(__name__)
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a measured plan depends on; a plan is used again only when all of it is equal.
+
+    Attributes:
+        gpus: UUIDs in rank order (or host names and CPU where there are no GPUs).
+        versions: plugin, SGLang, PyTorch, FlashInfer, NCCL, driver.
+        group, world, hidden, itemsize, rows: what was planned for.
+        options: settings that change candidates (backend, wire, islands), as text.
+        kernel: release of the running kernel, which decides on IOMMU and link handling.
+    """
+
+    gpus: tuple[str, ...]
+    versions: Versions
+    group: str
+    world: int
+    hidden: int
+    itemsize: int
+    rows: tuple[int, ...]
+    options: str = ""
+    kernel: str = ""
+
+    def key(self) -> str:
+        """File name: 24 hex digits over the whole identity."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:24]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One kept plan with the identity it was made for and the probe's report it rests on."""
+
+    identity: Identity
+    plan: Plan
+    report: ProbeReport | None = None
+
+
+def folder(setting: str) -> Path | None:
+    """The folder of `--sm120-plan-cache`: None for "off", the user's cache folder for ""."""
+    if setting == "off":
+        return None
+    return (
+        Path(setting).expanduser() if setting else Path.home() / ".cache" / "sglang-sm120" / "plans"
+    )
+
+
+def load(where: Path | None, identity: Identity) -> Record | None:
+    """The kept record of this identity, or None; a damaged file counts as none and is said in the log."""
+    if where is None:
+        return None
+    path = where / f"{identity.key()}.json"
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=Record)
+        Plan.from_json(record.plan.to_json())  # checks the version
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        logger.warning("the kept plan %s is not used: %s", path, error)
+        return None
+    return record if record.identity == identity else None
+
+
+def store(where: Path | None, record: Record) -> Path | None:
+    """Write a record; another process never sees half of it. A folder that cannot be written is only logged."""
+    if where is None:
+        return None
+    path = where / f"{record.identity.key()}.json"
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(dir=where, suffix=".tmp")
+        with os.fdopen(handle, "wb") as file:
+            file.write(msgspec.json.encode(record))
+        os.replace(scratch, path)
+    except OSError as error:
+        logger.warning("the plan is not kept in %s: %s", where, error)
+        return None
+    return path
