@@ -62,7 +62,7 @@ class DrafterRecipe:
     rate: float = 3e-3
     draft_steps: int = 3
     context: int = 24
-    goal: float = 3.4
+    goal: float = 3.2
 
 
 def windows(data: torch.Tensor, count: int, length: int, draw: torch.Generator) -> torch.Tensor:
