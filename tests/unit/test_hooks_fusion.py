@@ -1,0 +1,391 @@
+"""The fused candidates: what they take, what they decline before touching anything, and what they compute."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("sglang")
+
+import torch
+from sglang.srt.layers.layer_boundary import SumGroup, TokenAxis, UnreducedOutput
+from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op
+from sglang_sm120.hooks import all_reduce, census, cpu_all_reduce, fusion, gloo_census
+from sglang_sm120.hooks import session as sessions
+from sglang_sm120.hooks.adapter import Sm120AllReduce, rows_of
+from sglang_sm120.options import Options
+
+ROWS, HIDDEN, EPS = 4, 64, 1e-5
+
+
+class Doubling(Communicator):
+    """A group of two ranks that hold the same partial sums, in torch."""
+
+    def __init__(self, max_rows: int = 64) -> None:
+        super().__init__("tp", 0, 2)
+        self.max_rows = max_rows
+        self.timeout_ms = 0
+        self.failure: CollectiveError | None = None
+
+    def admits(self, op: Op, rows: int, hidden: int, dtype: torch.dtype) -> bool:
+        return 0 < rows <= self.max_rows and dtype in (torch.float32, torch.bfloat16)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.is_contiguous()
+        if self.failure:
+            raise self.failure
+        self.calls[Op.ALL_REDUCE] += 1
+        return x * 2
+
+    def all_reduce_rmsnorm(self, x, residual, weight, eps, *, gemma=False):
+        if self.failure:
+            raise self.failure
+        self.calls[Op.ALL_REDUCE_RMSNORM] += 1
+        total = (x * 2 + residual).float()
+        scale = (1 + weight.float()) if gemma else weight.float()
+        normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps) * scale
+        return normed.to(x.dtype), total.to(x.dtype)
+
+    def set_timeout_ms(self, timeout_ms: int) -> None:
+        self.timeout_ms = timeout_ms
+
+    def close(self) -> None:
+        pass
+
+
+class Mode:
+    """The part of SGLang's ForwardMode that the gates read."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def is_decode(self) -> bool:
+        return self.name == "decode"
+
+    def is_target_verify(self) -> bool:
+        return self.name == "verify"
+
+    def is_idle(self) -> bool:
+        return self.name == "idle"
+
+
+def batch(mode: str = "verify", can_run_tbo: bool = False) -> types.SimpleNamespace:
+    return types.SimpleNamespace(forward_mode=Mode(mode), can_run_tbo=can_run_tbo)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """A group served by us, and SGLang's configuration around it."""
+    communicator = Doubling()
+    adapter = all_reduce.CountedAllReduce(communicator, None, torch.device("cpu"))
+    group = types.SimpleNamespace(ca_comm=adapter, all_reduce=lambda x: x * 2, ranks=[0, 1])
+    comm = types.SimpleNamespace(enable_quant_communications=False)
+    scattered = types.SimpleNamespace(input_scattered=False)
+    w = types.SimpleNamespace(
+        communicator=communicator,
+        adapter=adapter,
+        group=group,
+        comm=comm,
+        scattered=scattered,
+        sharded=set(),
+        breakable=False,
+        invariant=False,
+        census=census.Census(),
+    )
+    monkeypatch.setattr(fusion, "get_parallel", lambda: types.SimpleNamespace(attn_tp_group=group))
+    monkeypatch.setattr(fusion, "get_exec", lambda: types.SimpleNamespace(comm=comm))
+    monkeypatch.setattr(fusion, "get_attn_tp_context", lambda: scattered)
+    monkeypatch.setattr(fusion, "is_in_breakable_cuda_graph", lambda: w.breakable)
+    monkeypatch.setattr(fusion, "is_batch_invariant_mode_enabled", lambda: w.invariant)
+    for module in (fusion, all_reduce, gloo_census, census):
+        monkeypatch.setattr(module, "CENSUS", w.census)
+    return w
+
+
+def plan_for(norm: torch.nn.Module, world: types.SimpleNamespace) -> types.SimpleNamespace:
+    rows = types.SimpleNamespace(sharded=world.sharded)
+    return types.SimpleNamespace(
+        norm=norm, fused_input_rows=lambda fb: rows, incoming_residual_rows=rows
+    )
+
+
+def norm_of(kind: type, **kwargs) -> torch.nn.Module:
+    norm = kind(HIDDEN, eps=EPS, **kwargs)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(-0.5, 1.5, HIDDEN))
+    return norm
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return (
+        torch.randn(ROWS, HIDDEN, generator=generator).to(dtype),
+        torch.randn(ROWS, HIDDEN, generator=generator).to(dtype),
+    )
+
+
+def offered(norm: torch.nn.Module, world) -> tuple:
+    """The attention candidate and the FFN candidate of one layer, as SGLang would get them."""
+    plan = plan_for(norm, world)
+    attention = fusion.add_attention_candidate(("theirs",), plan)
+    ffn = fusion.add_ffn_candidate(("theirs",), plan)
+    assert attention[1:] == ("theirs",) and ffn[1:] == ("theirs",)
+    return attention[0], ffn[0]
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, GemmaRMSNorm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["decode", "verify"])
+def test_both_candidates_do_the_sum_the_add_and_the_norm(world, kind, dtype, mode):
+    norm = norm_of(kind).to(dtype)
+    attention, ffn = offered(norm, world)
+    x, residual = tensors(dtype)
+    total = (x * 2 + residual).float()
+    weight = norm.weight.float() + (1 if kind is GemmaRMSNorm else 0)
+    want = (total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS) * weight).to(dtype)
+    kept = (x.clone(), residual.clone())
+    for normed, left in (
+        attention(UnreducedOutput(x, world.group), residual, batch(mode), None),
+        ffn.run(x, residual, batch(mode)),
+    ):
+        torch.testing.assert_close(normed, want)
+        torch.testing.assert_close(left, total.to(dtype), rtol=0, atol=0)
+    assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1])
+    assert ffn.completes is SumGroup.ATTN_TP
+    assert world.communicator.calls == {Op.ALL_REDUCE_RMSNORM: 2}
+    assert world.census.sums == {
+        ("outside", census.Sum.FUSED_FFN): 1,
+        ("outside", census.Sum.FUSED_ATTENTION): 1,
+    }
+
+
+def test_post_residual_addition_is_added_before_the_sum(world):
+    norm = norm_of(RMSNorm)
+    attention, _ = offered(norm, world)
+    x, residual = tensors()
+    _, left = attention(UnreducedOutput(x, world.group), residual, batch(), torch.ones_like(x))
+    torch.testing.assert_close(left, x * 2 + residual + 1)
+
+
+def _set(where: str, name: str, value):
+    def change(world, fb):
+        setattr(fb if where == "batch" else getattr(world, where) if where else world, name, value)
+
+    return change
+
+
+DECLINES = {
+    "prefill": _set("batch", "forward_mode", Mode("extend")),
+    "idle": _set("batch", "forward_mode", Mode("idle")),
+    "two-batch overlap": _set("batch", "can_run_tbo", True),
+    "scattered input": _set("scattered", "input_scattered", True),
+    "quantised communication": _set("comm", "enable_quant_communications", True),
+    "breakable graph": _set("", "breakable", True),
+    "batch-invariant mode": _set("", "invariant", True),
+    "rows sharded over attention TP": lambda world, fb: world.sharded.add(TokenAxis.ATTN_TP),
+    "SGLang's own communicator": _set("group", "ca_comm", object()),
+    "no communicator": _set("group", "ca_comm", None),
+    "closed": _set("adapter", "disabled", True),
+    "more rows than admitted": _set("communicator", "max_rows", ROWS - 1),
+}
+
+
+@pytest.mark.parametrize("reason", DECLINES)
+def test_declines_before_touching_anything(world, reason):
+    attention, ffn = offered(norm_of(RMSNorm), world)
+    fb = batch()
+    DECLINES[reason](world, fb)
+    x, residual = tensors()
+    kept = (x.clone(), residual.clone())
+    assert attention(UnreducedOutput(x, world.group), residual, fb, None) is None
+    assert ffn.run(x, residual, fb) is None
+    assert not ffn.preserves_residual(residual, fb)
+    assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1])
+    assert not world.communicator.calls and not world.census.sums
+
+
+def test_attention_candidate_declines_values_that_owe_something_else(world):
+    attention, ffn = offered(norm_of(RMSNorm), world)
+    x, residual = tensors()
+    identity = torch.clone
+    for owed, rest in (
+        (x, residual),
+        (UnreducedOutput(x, None), residual),
+        (UnreducedOutput(x, world.group, reduce_to_dp_local=identity), residual),
+        (UnreducedOutput(x, world.group, complete_sum=identity), residual),
+        (UnreducedOutput(x, world.group), None),
+        (UnreducedOutput(x.bfloat16(), world.group), residual),
+        (UnreducedOutput(x[:2], world.group), residual),
+        (UnreducedOutput(x[:0], world.group), residual[:0]),
+    ):
+        assert attention(owed, rest, batch(), None) is None
+    assert ffn.run(x, None, batch()) is None
+    assert not world.communicator.calls
+
+
+def test_promise_to_keep_the_residual_holds_even_when_the_partial_has_another_dtype(world):
+    _, ffn = offered(norm_of(RMSNorm), world)
+    x, residual = tensors()
+    kept = residual.clone()
+    assert ffn.preserves_residual(residual, batch())
+    normed, left = ffn.run(x.bfloat16(), residual, batch())
+    assert torch.equal(residual, kept) and left is not residual and normed.shape == x.shape
+    assert not world.communicator.calls
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"var_hidden_size": HIDDEN // 2},
+        {"cast_x_before_out_mul": True},
+        {"fp32_residual": True},
+        {"override_orig_dtype": torch.float32},
+        {"has_weight": False},
+    ],
+    ids=lambda c: next(iter(c)),
+)
+def test_other_forms_of_the_norm_get_no_candidate(world, changes):
+    plan = plan_for(RMSNorm(HIDDEN, eps=EPS, **changes), world)
+    assert fusion.add_attention_candidate((), plan) is None
+    assert fusion.add_ffn_candidate((), plan) is None
+
+
+def test_subclasses_of_the_norm_and_norms_that_quantise_get_no_candidate(world):
+    class Other(RMSNorm):
+        pass
+
+    quantising = norm_of(RMSNorm)
+    quantising.fuse_input_quant(torch.nn.Linear(2, 2))
+    for norm in (Other(HIDDEN), torch.nn.LayerNorm(HIDDEN), quantising):
+        assert fusion.add_attention_candidate((), plan_for(norm, world)) is None
+
+
+def test_ffn_gets_no_candidate_where_the_residual_is_sharded(world):
+    world.sharded.add(TokenAxis.ATTN_TP)
+    assert fusion.add_ffn_candidate((), plan_for(norm_of(RMSNorm), world)) is None
+
+
+def test_plain_sum_of_a_cpu_tensor_is_ours_and_out_of_place(world):
+    x, _ = tensors()
+    gloo = Counter()
+
+    def original(self, input_):
+        gloo["calls"] += 1
+        return input_
+
+    out = cpu_all_reduce.all_reduce(original, world.group, x.t())
+    torch.testing.assert_close(out, x.t() * 2)
+    assert out is not x and not gloo and world.census.sums == {("outside", census.Sum.PLAIN): 1}
+    world.communicator.max_rows = 1
+    assert cpu_all_reduce.all_reduce(original, world.group, x) is x and gloo["calls"] == 1
+    world.group.ca_comm = None
+    assert cpu_all_reduce.all_reduce(original, world.group, x) is x and gloo["calls"] == 2
+
+
+def test_adapter_has_what_sglang_reads_and_nothing_it_would_misread(world):
+    adapter = world.adapter
+    assert not adapter.disabled and adapter.world_size == 2
+    with adapter.capture():
+        pass
+    for name in (
+        "obj",
+        "has_multicast",
+        "_IS_CAPTURING",
+        "fused_allreduce_rmsnorm",
+        "custom_fused_ar_rms",
+    ):
+        assert not hasattr(adapter, name)
+    assert isinstance(adapter, Sm120AllReduce)
+    adapter.close()
+    assert adapter.disabled
+
+
+@pytest.mark.parametrize(
+    "shape, rows",
+    [((3, 8), (3, 8)), ((2, 3, 8), (6, 8)), ((8,), (1, 8)), ((0, 8), (0, 0)), ((), (0, 0))],
+)
+def test_rows_of_any_shape(shape, rows):
+    assert rows_of(torch.zeros(shape)) == rows
+
+
+def test_failed_collective_is_logged_on_a_line_of_its_own_and_raised(world, caplog):
+    world.communicator.failure = CollectiveError("rank 1 missing in call 7 (all_reduce, 4 x 64)")
+    x, residual = tensors()
+    _, ffn = offered(norm_of(RMSNorm), world)
+    for act in (lambda: world.adapter.custom_all_reduce(x), lambda: ffn.run(x, residual, batch())):
+        caplog.clear()
+        with pytest.raises(CollectiveError, match="rank 1 missing"):
+            act()
+        assert caplog.messages == ["sglang-sm120: rank 1 missing in call 7 (all_reduce, 4 x 64)"]
+
+
+def test_sums_are_booked_under_the_forward_pass_they_belong_to(world, monkeypatch):
+    session = sessions.Session(Options(timeout_ms=1234), "cpu", 0, adapters=[world.adapter])
+    monkeypatch.setattr(sessions, "_session", session)
+    x, _ = tensors()
+
+    def forward(self, forward_batch, *args, **kwargs):
+        world.adapter.custom_all_reduce(x)
+        gloo_census.count_gloo(lambda t: None, x)
+        return "output"
+
+    target = types.SimpleNamespace(is_draft_worker=False)
+    draft = types.SimpleNamespace(is_draft_worker=True)
+    for runner, mode in (
+        (target, "verify"),
+        (target, "verify"),
+        (draft, "decode"),
+        (target, "extend"),
+    ):
+        assert census.count_forward(forward, runner, batch(mode)) == "output"
+    report = census.full_report()
+    assert report["passes"] == {"verify": 2, "draft_decode": 1, "extend": 1}
+    assert report["sums"]["verify"] == {"plain": 2, "gloo": 2}
+    assert report["sums_per_pass"]["draft_decode"] == {"plain": 1.0, "gloo": 1.0}
+    assert report["calls"] == {"tp": {"all_reduce": 4}}
+    assert world.communicator.timeout_ms == 0
+    for _ in range(census.WARM_PASSES):
+        census.count_forward(forward, target, batch("decode"))
+    assert world.communicator.timeout_ms == 1234
+
+
+def test_a_pass_that_fails_leaves_the_census_outside(world, monkeypatch):
+    def forward(self, forward_batch):
+        raise CollectiveError("rank 1 missing")
+
+    with contextlib.suppress(CollectiveError):
+        census.count_forward(forward, types.SimpleNamespace(is_draft_worker=True), batch())
+    assert world.census.forward == "outside"
+
+
+def test_stats_file_is_written_whole_and_names_the_rank(world, monkeypatch, tmp_path):
+    import msgspec
+
+    session = sessions.Session(Options(), "cpu", 3, adapters=[world.adapter])
+    monkeypatch.setattr(sessions, "_session", session)
+    with world.census.during("verify"):
+        world.census.note(census.Sum.FUSED_FFN)
+    census._file_sink(tmp_path / "deep" / "stats.rank3")()
+    report = msgspec.json.decode((tmp_path / "deep" / "stats.rank3").read_bytes())
+    assert report["rank"] == 3
+    assert report["sums_per_pass"] == {"verify": {"fused_ffn_sum": 1.0}}
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["stats.rank3"]
+
+
+def test_group_name_reaches_the_factory_and_split_expert_groups_ask_for_a_custom_all_reduce():
+    seen = []
+
+    def original(*args, **kwargs):
+        seen.append((all_reduce._group_name.get(), kwargs.get("use_custom_allreduce")))
+
+    all_reduce.name_group(original, [[0, 1]], 0, "gloo", group_name="tp")
+    all_reduce.name_group(
+        original, [[0, 1]], 0, "gloo", use_custom_allreduce=False, group_name="moe_tp"
+    )
+    all_reduce.name_group(original, [[0, 1]], 0, "gloo", None, None, False, "pp")
+    assert seen == [("tp", None), ("moe_tp", True), ("pp", None)]
+    assert all_reduce._group_name.get() == ""

@@ -1,0 +1,81 @@
+"""The watch over the other ranks' processes: it reports a death at once, and no orderly exit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+from sglang_sm120.comm import peers as watching
+from sglang_sm120.comm.factory import Peer
+from sglang_sm120.comm.peers import PeerWatch
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="no pidfd on this system")
+
+
+@pytest.fixture
+def other():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def start(process: subprocess.Popen[bytes], **changes: str):
+    """This process as rank 0 watching `process` as rank 1, and where deaths arrive."""
+    session = uuid.uuid4().hex
+    me = Peer.here(0)
+    peer = dataclasses.replace(me, rank=1, pid=process.pid, **changes)
+    mark = watching._mark(session, 1)
+    mark.touch()
+    deaths: queue.Queue[tuple[Peer, float]] = queue.Queue()
+    watch = PeerWatch(session, 0, [me, peer], lambda p: deaths.put((p, time.monotonic())))
+    return watch, deaths, mark, peer
+
+
+def test_killed_rank_is_reported_within_a_second(other):
+    watch, deaths, mark, peer = start(other)
+    assert watch.watched == (1,)
+    killed = time.monotonic()
+    other.send_signal(signal.SIGKILL)
+    reported, at = deaths.get(timeout=5)
+    assert reported == peer and at - killed < 1.0
+    assert not mark.exists()
+    watch.close()
+
+
+def test_rank_that_left_in_order_is_not_reported(other):
+    watch, deaths, mark, _ = start(other)
+    mark.unlink()
+    other.communicate(b"\n", timeout=10)
+    with pytest.raises(queue.Empty):
+        deaths.get(timeout=3 * watching.GRACE_S + 0.3)
+    watch.close()
+
+
+def test_close_ends_the_thread_and_removes_the_own_mark(other):
+    watch, deaths, _, _ = start(other)
+    own = watching._mark(watch._session, 0)
+    assert own.exists()
+    watch.close()
+    watch.close()
+    assert not own.exists() and not watch._thread.is_alive()
+    other.kill()
+    with pytest.raises(queue.Empty):
+        deaths.get(timeout=0.3)
+
+
+@pytest.mark.parametrize("elsewhere", [{"machine": "x"}, {"pid_namespace": "pid:[1]"}])
+def test_process_numbers_of_another_machine_or_namespace_are_not_watched(other, elsewhere):
+    watch, deaths, _, _ = start(other, **elsewhere)
+    assert watch.watched == ()
+    other.kill()
+    with pytest.raises(queue.Empty):
+        deaths.get(timeout=0.3)
+    watch.close()
