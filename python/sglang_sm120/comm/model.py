@@ -18,7 +18,7 @@ FIXED_US = 3.0  # launch inside a graph, reading the input, writing the output
 NCCL_LL = (6.6, 1.0)
 NCCL_SIMPLE = (8.4, 5.7)
 LL_WIRE = 2.0  # LL sends 4 bytes of flag with 4 bytes of data
-SCHEDULES = ("one-shot", "two-shot", "two-hop", "dataflow", "ring")
+SCHEDULES = ("one_shot", "two_shot", "island_two_hop", "island_dataflow", "island_ring")
 
 
 class Constants(msgspec.Struct, frozen=True):
@@ -76,18 +76,22 @@ def schedule_us(schedule: str, nbytes: int, islands: Partition, c: Constants) ->
     m, count = max(len(i) for i in islands), len(islands)
     if world == 1:
         return FIXED_US
-    flat = schedule in ("one-shot", "two-shot", "two-hop")
+    flat = schedule in ("one_shot", "two_shot", "island_two_hop")
     if (flat and world > 9) or not fits(islands):
         return float("inf")  # a CUDA process maps eight peers
-    if schedule in ("two-hop", "dataflow", "ring") and count == 1:
+    if schedule in ("island_two_hop", "island_dataflow", "island_ring") and count == 1:
         return float("inf")  # the same as two-shot there
     away = world - m
     hops, sent, crossing = {
-        "one-shot": (c.far_us, float(world - 1), float(m * away)),
-        "two-shot": (2 * c.far_us, 2 * (world - 1) / world, 2 * m * away / world),
-        "two-hop": (c.near_us + c.far_us, (m - 1) / m + (world - 1) / m, float(away)),
-        "dataflow": (2 * c.near_us + c.far_us, (2 * (m - 1) + count - 1) / m, float(count - 1)),
-        "ring": (
+        "one_shot": (c.far_us, float(world - 1), float(m * away)),
+        "two_shot": (2 * c.far_us, 2 * (world - 1) / world, 2 * m * away / world),
+        "island_two_hop": (c.near_us + c.far_us, (m - 1) / m + (world - 1) / m, float(away)),
+        "island_dataflow": (
+            2 * c.near_us + c.far_us,
+            (2 * (m - 1) + count - 1) / m,
+            float(count - 1),
+        ),
+        "island_ring": (
             2 * c.near_us + (count - 1) * c.far_us,
             (2 * (m - 1) + count - 1) / m,
             float(count - 1),

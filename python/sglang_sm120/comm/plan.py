@@ -30,7 +30,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         backend: "native", "mailbox", "host", "flashinfer" or "nccl" (SGLang's own path).
-        schedule: "one-shot", "two-shot", "two-hop", "dataflow", "ring", or "" where the backend decides.
+        schedule: "one_shot", "two_shot", "island_two_hop", "island_dataflow", "island_ring" (names of
+            `comm.schedule`), or "" where the backend decides.
         ctas: thread blocks of the kernel; 0 where the backend decides.
         us: expected microseconds per call, 0.0 when unknown.
         baseline_us: the same for the baseline; 0.0 when it was not timed.

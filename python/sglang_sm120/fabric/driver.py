@@ -47,6 +47,8 @@ class EdgeDriver(ABC):
         rig: what moves the bytes, for titles ("fake", "host engine", "GPU stores").
         capacity: bytes of one inbox.
         simulated: whether the figures are computed rather than measured.
+        staged_us: one-way latency above which this rig's traffic takes a detour through system memory; 0 where
+            that says nothing (ranks that share memory anyway).
     """
 
     rank: int
@@ -54,6 +56,7 @@ class EdgeDriver(ABC):
     rig: str
     capacity: int
     simulated: bool = False
+    staged_us: float = 5.0
 
     @abstractmethod
     def open(self, timeout_s: float) -> dict[int, str]:

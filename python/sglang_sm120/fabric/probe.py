@@ -21,7 +21,6 @@ import msgspec
 from sglang_sm120.fabric import islands as isl
 from sglang_sm120.fabric.driver import EdgeDriver, EdgeTimeout
 from sglang_sm120.fabric.report import (
-    STAGED_US,
     Failure,
     Flow,
     PatternResult,
@@ -312,9 +311,15 @@ def run(
         state.timed("arrival", state.arrive)
         latency = state.timed("latency", state.latency)
         partitions = isl.with_hints(isl.partitions(latency), hints)
-        early = ProbeReport(rig="", simulated=False, world=driver.world, latency_us=latency)
+        early = ProbeReport(
+            rig=driver.rig,
+            simulated=driver.simulated,
+            world=driver.world,
+            latency_us=latency,
+            staged_us=driver.staged_us,
+        )
         # Staged traffic is vetoed anyway; measuring and verifying it at host speed would take minutes.
-        if early.median_latency_us() <= STAGED_US:
+        if not early.staged:
             solo = state.timed("bandwidth", state.solo)
             loads = state.timed("loads", lambda: state.solo(loads=True)) if effort.loads else ()
             state.timed("integrity", state.integrity)
@@ -337,6 +342,7 @@ def run(
         load_gbps=loads,
         patterns=tuple(found),
         failures=tuple(state.failures),
+        staged_us=driver.staged_us,
         seconds=round(shared[0], 3),
         steps=shared[1],
     )

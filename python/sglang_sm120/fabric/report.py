@@ -70,6 +70,7 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
         store_gbps, load_gbps: [world][world] of single flows, GB/s; load_gbps may be empty (fast mode).
         patterns: concurrent patterns.
         failures: edges that do not work; measuring stops at the first kind that fails.
+        staged_us: see `EdgeDriver.staged_us`.
         seconds: wall time of the probe on rank 0; steps: the same per step.
     """
 
@@ -81,6 +82,7 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
     load_gbps: tuple[tuple[float, ...], ...] = ()
     patterns: tuple[PatternResult, ...] = ()
     failures: tuple[Failure, ...] = ()
+    staged_us: float = 0.0
     seconds: float = 0.0
     steps: dict[str, float] = {}
 
@@ -99,6 +101,11 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
             ),
             None,
         )
+
+    @property
+    def staged(self) -> bool:
+        """Whether the driver bounces peer traffic through system memory, by its latency."""
+        return 0 < self.staged_us < self.median_latency_us()
 
     def median_latency_us(self) -> float:
         """Median one-way latency over all measured edges, microseconds; 0.0 when none was measured."""
@@ -150,7 +157,7 @@ def vetoes(report: ProbeReport) -> list[Veto]:
                 Veto(target="p2p", reason=f"{reason} ({shown}{more})", remedy=remedy, ranks=ranks)
             )
     latency = report.median_latency_us()
-    if latency > STAGED_US:
+    if report.staged:
         out.append(
             Veto(
                 target="p2p",
@@ -165,11 +172,11 @@ def vetoes(report: ProbeReport) -> list[Veto]:
 
 # What each schedule sends, by pattern name.
 PATTERNS_OF: dict[str, tuple[str, ...]] = {
-    "one-shot": ("all-to-all",),
-    "two-shot": ("all-to-all",),
-    "two-hop": ("inside", "all-to-all"),
-    "dataflow": ("inside", "lanes"),
-    "ring": ("inside", "ring"),
+    "one_shot": ("all-to-all",),
+    "two_shot": ("all-to-all",),
+    "island_two_hop": ("inside", "all-to-all"),
+    "island_dataflow": ("inside", "lanes"),
+    "island_ring": ("inside", "ring"),
 }
 
 
