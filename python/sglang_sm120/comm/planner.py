@@ -340,8 +340,12 @@ def cheapest_path(curves: Mapping[str, Sequence[float]], before: Sequence[str]) 
     base = curves.get(BASELINE)
 
     def steepness(name: str) -> float:
-        finite = [t for t in curves[name] if math.isfinite(t)]
-        return finite[-1] - finite[0] if finite else 0.0
+        first, last = curves[name][0], curves[name][-1]
+        if name == BASELINE and not math.isfinite(last - first):
+            return 0.0
+        if not math.isfinite(last):
+            return math.inf  # cannot serve the end: must be left before it
+        return last - first
 
     order = sorted(curves, key=lambda n: (-steepness(n), n))
 
