@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "channel.h"
+#include "kernels.h"
+
+namespace sm120 {
+namespace {
+
+constexpr uint32_t kSmallRows = 64;  // up to here a call uses at most kSmallCtas
+constexpr uint32_t kSmallCtas = 16;
+constexpr uint32_t kLargeCtas = 32;
+constexpr uint32_t kUnitVectors = 32;  // 16-byte units in 512 bytes
+
+uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
+
+uint32_t cta_limit(const Shape& shape) {
+  return shape.rows <= kSmallRows ? kSmallCtas : kLargeCtas;
+}
+
+void launch_kernel(const void* kernel, uint32_t ctas, uint32_t threads, uint32_t shared,
+                   uint32_t cluster, bool pdl, const Params& p, cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(ctas);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  cudaLaunchAttribute attributes[2];
+  unsigned n = 0;
+  if (cluster > 1) {
+    attributes[n].id = cudaLaunchAttributeClusterDimension;
+    attributes[n].val.clusterDim.x = cluster;
+    attributes[n].val.clusterDim.y = 1;
+    attributes[n++].val.clusterDim.z = 1;
+  }
+  if (pdl) {
+    attributes[n].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[n++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  config.attrs = attributes;
+  config.numAttrs = n;
+  if (shared > 48 * 1024) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shared)),
+          "raise the shared memory limit");
+  }
+  void* arguments[] = {const_cast<Params*>(&p)};
+  check(cudaLaunchKernelExC(&config, kernel, arguments), "launch");
+}
+
+}  // namespace
+
+void fail(cudaError_t error, const std::string& what) {
+  throw std::runtime_error(what + ": " + cudaGetErrorName(error) + " (" +
+                           cudaGetErrorString(error) + ")");
+}
+
+Geometry choose(const Shape& shape, bool norm, bool clusters) {
+  const uint32_t tiles = shape.tiles_per_row;
+  const uint32_t limit = cta_limit(shape);
+  Geometry g{1, 0, 1, 0};
+  // Few rows: spread each over a cluster until the CTAs are used up or a CTA holds four tiles.
+  const uint32_t most = clusters || !norm ? 8u : 1u;
+  while (g.cluster < most && g.cluster * 2 * shape.rows <= limit &&
+         ceil_div(tiles, g.cluster * 2) >= 4) {
+    g.cluster *= 2;
+  }
+  // Many rows: several in a CTA, as long as its 16 warps allow one warp for every 8 tiles of each.
+  while (g.rows_per_cta < 4 && g.cluster == 1 && shape.rows > limit * g.rows_per_cta)
+    g.rows_per_cta *= 2;
+  const uint32_t warps = kMaxThreads / 32 / g.rows_per_cta;
+  const uint32_t share = ceil_div(tiles, g.cluster);
+  const uint32_t units = ceil_div(share, warps);
+  g.group_warps = ceil_div(share, units);
+  g.ctas = std::min(ceil_div(shape.rows, g.rows_per_cta) * g.cluster, limit);
+  return g;
+}
+
+Channel::Channel(const ChannelConfig& config, void* const* slabs)
+    : config_(config), layout_(make_layout(config.topology, config.capacity, config.small)) {
+  if (layout_.slab_bytes >= uint64_t{1} << 32)
+    throw std::invalid_argument("a slab must be below 4 GiB");
+  check(cudaGetDevice(&device_), "cudaGetDevice");
+  int major = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_),
+        "compute capability");
+  clusters_ = major >= 9;
+  const size_t bytes = sizeof(CtaState) * kMaxCtas + 128;
+  check(cudaMalloc(reinterpret_cast<void**>(&private_), bytes), "allocate counters");
+  check(
+      cudaHostAlloc(reinterpret_cast<void**>(&flight_), sizeof(FlightRecord), cudaHostAllocMapped),
+      "allocate the flight record");
+  check(cudaHostGetDevicePointer(reinterpret_cast<void**>(&flight_device_), flight_, 0),
+        "map the flight record");
+  base_.state = reinterpret_cast<CtaState*>(private_);
+  base_.claim = reinterpret_cast<uint32_t*>(private_ + sizeof(CtaState) * kMaxCtas);
+  base_.flight = flight_device_;
+  for (uint32_t r = 0; r < config.topology.world; ++r) base_.peer[r] = static_cast<char*>(slabs[r]);
+  base_.timeout_units =
+      static_cast<uint32_t>(std::min<uint64_t>(config.timeout_ms * 1000000 / 1024, 0x7FFFFFFF));
+  base_.slot0 = static_cast<uint32_t>(layout_.slot(0));
+  base_.slot_bytes = static_cast<uint32_t>(layout_.slot_bytes);
+  base_.cross_offset = static_cast<uint32_t>(layout_.offset[static_cast<int>(Region::kCross)]);
+  base_.gather_offset = static_cast<uint32_t>(layout_.offset[static_cast<int>(Region::kGather)]);
+  base_.world = config.topology.world;
+  base_.rank = config.rank;
+  base_.channel = config.id;
+  base_.tail_fence = config.host_memory;
+  reset();
+}
+
+Channel::~Channel() {
+  // Errors are left alone: the context may be gone when a process ends.
+  cudaFree(private_);
+  cudaFreeHost(flight_);
+}
+
+void Channel::reset() {
+  check(cudaDeviceSynchronize(), "wait for the device");
+  char* slab = base_.peer[config_.rank];
+  check(cudaMemset(slab + kControlBytes, kClearByte, layout_.slab_bytes - kControlBytes),
+        "clear the slab");
+  check(cudaMemset(slab, 0, kControlBytes), "clear the control page");
+  check(cudaMemset(slab + offsetof(ControlPage, record), kClearByte, sizeof(ControlPage::record)),
+        "clear the call records");
+  check(cudaMemset(private_, 0, sizeof(CtaState) * kMaxCtas + 128), "clear the counters");
+  std::memset(flight_, 0, sizeof(FlightRecord));
+  check(cudaDeviceSynchronize(), "wait for the device");
+}
+
+void Channel::read_records(uint32_t slot, CallRecord (&records)[kMaxWorld]) const {
+  // A stream of its own: the default one would wait for, or break, a capture under way.
+  cudaStream_t stream;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "create a stream");
+  const char* from = base_.peer[config_.rank] + offsetof(ControlPage, record) +
+                     slot % kSlots * kMaxWorld * sizeof(CallRecord);
+  cudaError_t error = cudaMemcpyAsync(records, from, sizeof records, cudaMemcpyDefault, stream);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  check(error, "read the call records");
+}
+
+bool Channel::admits(Schedule schedule, Dtype dtype, const Shape& shape, bool int8) const {
+  Plan plan{config_.topology, schedule, dtype, int8 ? Codec::kInt8 : lossless(dtype),
+            lossless(dtype),  0};
+  return shape.rows > 0 && shape.hidden % kHiddenUnit == 0 && shape.tiles_per_row <= 64 &&
+         shape.hidden > 0 && fits(layout_, plan, shape);
+}
+
+void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
+  const Codec plain = lossless(call.dtype);
+  const Codec codec = call.int8 ? Codec::kInt8 : plain;
+  const Codec partial = call.fp32_partial ? Codec::kF32 : codec;
+  const bool norm = call.op != Op::kAllReduce;
+  const bool two_shot = call.schedule != Schedule::kOneShot;
+  const bool island = config_.topology.islands > 1;
+  const bool flat = !island && !call.int8 && call.dtype != Dtype::kF32 && !call.weight_f32 &&
+                    has_flat(config_.topology.world, two_shot);
+
+  Params p = base_;
+  p.x = static_cast<const char*>(call.x);
+  p.residual = static_cast<const char*>(call.residual);
+  p.weight = static_cast<const char*>(call.weight);
+  p.out = static_cast<char*>(call.out);
+  p.residual_out = static_cast<char*>(call.residual_out);
+  p.scale = call.scale;
+  p.rows = call.shape.rows;
+  p.hidden = call.shape.hidden;
+  p.tiles_per_row = call.shape.tiles_per_row;
+  p.eps = call.eps;
+  p.op = static_cast<uint8_t>(call.op);
+  p.dtype = static_cast<uint8_t>(call.dtype);
+  p.quant = call.quant;
+  p.gemma = call.gemma;
+  p.weight_f32 = call.weight_f32;
+  p.codec = static_cast<uint8_t>(codec);
+  p.partial = static_cast<uint8_t>(partial);
+
+  if (geometry.ctas == 0) {
+    geometry = flat ? choose(call.shape, norm, clusters_)
+                    : Geometry{1, 0, 1, std::min(call.shape.rows, cta_limit(call.shape))};
+  }
+  const Plan plan{config_.topology, call.schedule,
+                  call.dtype,       codec,
+                  partial,          static_cast<uint16_t>(geometry.ctas)};
+  const View view = make_view(plan, static_cast<int>(config_.rank));
+  const uint32_t tiles = call.shape.tiles();
+  p.plan_hash = plan_hash(plan);
+  const uint32_t stride = wire_stride(codec) / 16, cross = wire_stride(partial) / 16;
+  p.touched_reduce = view.extent(Region::kReduce, tiles) * stride | (flat ? kInterleaved : 0u);
+  p.touched_cross = view.extent(Region::kCross, tiles) * cross;
+  p.touched_gather = view.extent(Region::kGather, tiles) * stride;
+  if (flat) {
+    launch_flat(call, p, geometry, stream);
+  } else {
+    p.view = view;
+    launch_general(call, p, geometry, stream);
+  }
+}
+
+void Channel::launch_flat(const Call& call, Params& p, Geometry g, cudaStream_t stream) {
+  const bool norm = call.op != Op::kAllReduce;
+  const bool two_shot = call.schedule != Schedule::kOneShot;
+  const uint32_t units = ceil_div(p.tiles_per_row, g.cluster * g.group_warps);
+  const uint32_t threads = g.group_warps * g.rows_per_cta * 32;
+  p.group_warps = g.group_warps;
+  p.rows_per_cta = g.rows_per_cta;
+  while (1u << p.cluster_log2 < g.cluster) ++p.cluster_log2;
+  p.units = units;
+  p.row_stride = g.ctas / g.cluster * g.rows_per_cta;
+  const bool joined = norm && g.cluster > 1;
+  if (threads == 0 || threads > kMaxThreads || g.ctas > kMaxCtas || g.rows_per_cta > 4 ||
+      1u << p.cluster_log2 != g.cluster || g.ctas % g.cluster != 0 ||
+      (joined && (units > 2 || g.rows_per_cta != 1 || p.row_stride < p.rows || !clusters_))) {
+    throw std::invalid_argument("this geometry does not fit the call");
+  }
+  const void* kernel = call.dtype == Dtype::kBf16 ? flat_bf16(norm, two_shot, p.world, units)
+                                                  : flat_f16(norm, two_shot, p.world, units);
+  const uint32_t shared = units > 2 ? units * threads * 16 : 0;
+  launch_kernel(kernel, g.ctas, threads, shared, joined ? g.cluster : 1, call.pdl && clusters_, p,
+                stream);
+}
+
+void Channel::launch_general(const Call& call, Params& p, Geometry g, cudaStream_t stream) {
+  const uint32_t warps = std::min(kMaxThreads / 32, p.tiles_per_row);
+  launch_kernel(general(call.dtype, call.op != Op::kAllReduce), g.ctas, warps * 32,
+                p.tiles_per_row * kTile * 4, 1, call.pdl && clusters_, p, stream);
+}
+
+}  // namespace sm120
