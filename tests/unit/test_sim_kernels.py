@@ -205,6 +205,18 @@ def test_slots_of_drafts_and_of_extended_requests(table):
     assert got.tolist() == [*table[2, 3:5].tolist(), *table[0, 7:11].tolist(), 0, 0]
 
 
+def test_new_slots_are_written_into_the_table(table):
+    before = table.clone()
+    run(
+        kernels.assign_req_to_token_pool,
+        req_pool_indices=torch.tensor([2, 0]), req_to_token=table, start_offset=torch.tensor([3, 7]),
+        end_offset=torch.tensor([5, 10]), out_cache_loc=torch.arange(900, 905), launch_grid=(2,),
+    )  # fmt: skip
+    before[2, 3:5] = torch.tensor([900, 901])
+    before[0, 7:10] = torch.tensor([902, 903, 904])
+    assert torch.equal(table, before)
+
+
 def test_slots_of_whole_requests_with_and_without_a_start(table):
     out, indptr = torch.zeros(7, dtype=torch.long), torch.tensor([0, 3, 7])
     given = {

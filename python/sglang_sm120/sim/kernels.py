@@ -346,6 +346,27 @@ def generate_draft_decode_kv_indices(
         kv_indptr[step, 1 : branches + 1] = (sums + numbers * new)[1:].to(kv_indptr.dtype)
 
 
+@replaces("sglang.srt.mem_cache.allocation.assign_req_to_token_pool")
+def assign_req_to_token_pool(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int,
+    bs_upper: int,
+    launch_grid: tuple[int, ...],
+) -> None:
+    """Write freshly allocated slots into each request's positions start..end-1."""
+    batch, at = launch_grid[0], 0
+    rows = req_pool_indices[:batch].tolist()
+    begins, ends = start_offset[:batch].tolist(), end_offset[:batch].tolist()
+    for row, begin, end in zip(rows, begins, ends):
+        slots = out_cache_loc[at : at + end - begin]
+        req_to_token[row, begin:end] = slots.to(req_to_token.dtype)
+        at += end - begin
+
+
 @replaces("sglang.kernels.ops.attention.kv_indices.create_flashinfer_kv_indices_triton")
 def create_kv_indices(
     req_to_token_ptr: torch.Tensor,
