@@ -1,0 +1,190 @@
+"""From nothing to a plan, once per group and model: cache, else probe, verdict, islands, candidates, plan.
+
+Everything that touches a rig or SGLang is passed in, so the same function runs in a server, on the host engine
+and over a software fabric.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from sglang_sm120.comm import plan_cache, planner
+from sglang_sm120.comm.communicator import CollectiveError
+from sglang_sm120.comm.plan import Choice, Exchange, Plan, agree
+from sglang_sm120.comm.planner import Candidate, Request
+from sglang_sm120.fabric import islands as isl
+from sglang_sm120.fabric import probe
+from sglang_sm120.fabric.driver import EdgeDriver
+from sglang_sm120.fabric.integrity import check_sums
+from sglang_sm120.fabric.report import ProbeReport, vetoes
+from sglang_sm120.fabric.verdict import NEEDS, Verdict, Veto
+
+logger = logging.getLogger(__name__)
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group starts with; plan and vetoes are the same on every rank.
+
+    `report` is None when the plan came from the cache without one, or nothing could be probed.
+    """
+
+    plan: Plan
+    vetoes: tuple[Veto, ...]
+    report: ProbeReport | None
+    from_cache: bool
+    seconds: float
+
+
+def plan_group(
+    request: Request,
+    *,
+    rank: int,
+    exchange: Exchange,
+    identity: plan_cache.Identity,
+    cache: Path | None,
+    driver: EdgeDriver | None,
+    candidates: Callable[[isl.Partition, Verdict], Sequence[Candidate]],
+    known: Iterable[Veto] = (),
+    force: bool = False,
+    hints: Sequence[isl.Partition] = (),
+    islands: isl.Partition | None = None,
+    effort: probe.Effort = probe.FAST,
+    sums: Callable[[str], object] | None = None,
+) -> Planned:
+    """Plan one group; collective over `exchange`, every rank passes the same but for rank, driver and vetoes.
+
+    Args:
+        identity: what the plan depends on; rank 0 looks it up in `cache` (None: no cache).
+        driver: this rank's access to the others, None where nothing can be probed.
+        candidates: builds the candidates once islands and verdict are known, alike on every rank.
+        known: vetoes of this rank found before the probe (user, versions, topology).
+        force: the user forced the custom path: his own wishes do not count.
+        hints, islands: partitions to consider, or the one to use.
+        sums: gives the communicator of a backend; each allowed one then proves its sums (see `check_sums`).
+
+    Raises:
+        PlanRefused: a pinned backend cannot serve; on every rank.
+        CollectiveError: ranks disagree, or rank 0 could not plan; on every rank.
+    """
+    begin = time.monotonic()
+    verdict = Verdict(request.group, rank)
+    verdict.add(known)
+    if force:
+        verdict.force()
+    verdict.agree(exchange)
+    kept = _kept(rank, exchange, identity, cache)
+    if kept is not None and all(verdict.allows(e.choice.backend) for e in kept.plan.entries):
+        plan = agree(kept.plan, rank, exchange)
+        used = [b for b in planner.OURS if plan.serves(b)]
+        # Bridges and IOMMU can change without a new kernel: the real kernel's sums are checked at every start.
+        wrong = _check(used, sums, request, rank, exchange)
+        if not wrong:
+            return _done(plan, verdict, kept.report, True, begin)
+        verdict.add(wrong)
+    report = None
+    if driver is not None and verdict.allows("native"):
+        report = probe.run(driver, exchange, effort, [islands] if islands else hints)
+        # Every rank holds the same report, so the vetoes need no second exchange.
+        verdict.add(vetoes(report))
+    if islands is None:
+        islands = planner.choose_islands(report, request) if report else isl.flat(request.world)
+    offered = list(candidates(islands, verdict))
+    ours = [b for b in dict.fromkeys(c.backend for c in offered) if b in planner.OURS]
+    allowed = [b for b in ours if verdict.allows(b)]
+    verdict.add(_check(allowed, sums, request, rank, exchange))
+    plan = planner.make_plan(
+        request,
+        offered,
+        report=report,
+        islands=islands,
+        verdict=verdict,
+        rank=rank,
+        exchange=exchange,
+        previous=kept.plan if kept else None,
+    )
+    # A machine that failed is probed again at the next start: its remedy needs no new software.
+    if rank == 0 and not verdict.vetoes:
+        record = plan_cache.Record(identity=identity, plan=plan, report=report)
+        plan_cache.store(cache, record)
+    return _done(plan, verdict, report, False, begin)
+
+
+def _check(
+    backends: Sequence[str],
+    sums: Callable[[str], object] | None,
+    request: Request,
+    rank: int,
+    exchange: Exchange,
+) -> list[Veto]:
+    """Vetoes of the backends whose sums are wrong on some rank; the same on every rank."""
+    if sums is None:
+        return []
+    found: list[Veto] = []
+    for backend in backends:
+        found += check_sums(sums(backend), backend, request.hidden, rank, exchange)
+    return found
+
+
+def _kept(
+    rank: int, exchange: Exchange, identity: plan_cache.Identity, cache: Path | None
+) -> plan_cache.Record | None:
+    """Rank 0's record of this identity, on all ranks; ranks with another identity are an error for all."""
+    record = plan_cache.load(cache, identity) if rank == 0 else None
+    told = exchange((identity.key(), msgspec.json.encode(record)))
+    other = [r for r, (key, _) in enumerate(told) if key != told[0][0]]
+    if other:
+        raise CollectiveError(
+            f"rank {rank}, group {identity.group}: ranks {other} run other versions, rows or options than rank 0. "
+            "Start all ranks with the same software and options."
+        )
+    return msgspec.json.decode(told[0][1], type=plan_cache.Record | None)
+
+
+def _done(
+    plan: Plan, verdict: Verdict, report: ProbeReport | None, cached: bool, begin: float
+) -> Planned:
+    return Planned(
+        plan=plan,
+        vetoes=tuple(verdict.vetoes),
+        report=report,
+        from_cache=cached,
+        seconds=round(time.monotonic() - begin, 3),
+    )
+
+
+def log_once(planned: Planned, verdict_rank: int) -> None:
+    """Rank 0 writes what was decided: the plan's sentence, its table, and one line per path that is off."""
+    if verdict_rank != 0:
+        return
+    plan = planned.plan
+    source = "kept from an earlier start" if planned.from_cache else "measured now"
+    logger.info("%s (%s, %.2f s)", plan.sentence(), source, planned.seconds)
+    console = Console(width=140, no_color=True, highlight=False)
+    with console.capture() as shown:
+        console.print(plan.table())
+    logger.info("\n%s", shown.get().rstrip())
+    verdict = Verdict(plan.group, 0)
+    verdict.add(planned.vetoes)
+    # Only the paths that this machine's plan could have used are worth a line each.
+    for path in NEEDS:
+        if not verdict.allows(path) and path != "host":
+            verdict.log_once(path)
+
+
+def keep_nccl(request: Request, islands: isl.Partition, note: str) -> Plan:
+    """The plan of a group that this plugin does not serve: everything stays on the baseline."""
+    return Plan(
+        group=request.group,
+        world=request.world,
+        hidden=request.hidden,
+        itemsize=request.itemsize,
+        islands=islands,
+        fallback=Choice(backend="nccl"),
+        notes=(note,),
+    )

@@ -1,0 +1,77 @@
+"""Whether a collective kernel's sums are right: random data, every rank, against a reference.
+
+Copies can be sound where stores from a kernel are not (a flag seen before its payload), so the probe's last word is
+the real kernel on data whose exact sum every rank can compute alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_sm120.fabric.verdict import Exchange, Veto
+
+ROWS = (1, 4, 7, 32)
+ROUNDS = 8
+
+
+def contribution(rank: int, seed: int, rows: int, hidden: int) -> torch.Tensor:
+    """What `rank` adds: [rows, hidden] fp32 of small integers, so that every order of summing is exact.
+
+    |x| <= 7, so the sum of 16 ranks is at most 112 and exact in bf16 (8 bits of mantissa).
+    """
+    generator = torch.Generator().manual_seed(seed * 1009 + rank)
+    return torch.randint(-7, 8, (rows, hidden), generator=generator).float()
+
+
+def check_sums(
+    communicator: Any,
+    backend: str,
+    hidden: int,
+    rank: int,
+    exchange: Exchange,
+    device: str = "cpu",
+    rounds: int = ROUNDS,
+) -> list[Veto]:
+    """Run a backend's all-reduce on random data on every rank and compare; collective.
+
+    Args:
+        communicator: has `world` and `all_reduce(x) -> sum`, a `Communicator`.
+        device: where its tensors live.
+
+    Returns:
+        Vetoes of `backend`, the same on every rank; empty when every element was right on every rank.
+    """
+    problem = ""
+    try:
+        for turn in range(rounds):
+            rows = ROWS[turn % len(ROWS)]
+            parts = [contribution(r, turn, rows, hidden) for r in range(communicator.world)]
+            x = parts[rank].to(device=device, dtype=torch.bfloat16)
+            got = communicator.all_reduce(x).float().cpu()
+            wrong = got != torch.stack(parts).sum(0)
+            # A broken kernel may leave elements that were never written; NaN differs from everything.
+            if bool(wrong.any()) and not problem:
+                row, column = (int(i) for i in wrong.nonzero()[0])
+                problem = (
+                    f"{int(wrong.sum())} of {wrong.numel()} sums wrong on {rows} rows, first at row {row} "
+                    f"column {column}: {got[row, column].item()}"
+                )
+    except (
+        Exception
+    ) as error:  # must reach the other ranks as a text, or they would wait for this one
+        problem = f"{type(error).__name__}: {error}"
+    told = exchange(problem)
+    bad = [(r, text) for r, text in enumerate(told) if text]
+    if not bad:
+        return []
+    shown = "; ".join(f"rank {r}: {text}" for r, text in bad[:4])
+    return [
+        Veto(
+            target=backend,
+            reason=f"the {backend} kernel gives wrong sums ({shown})",
+            remedy="update the driver; check IOMMU and ACS with `sglang-sm120 doctor`; report this machine",
+            ranks=tuple(r for r, _ in bad),
+        )
+    ]
