@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from sglang_sm120.sim import attention
 
 
@@ -64,9 +63,7 @@ def test_decode_reads_mla_values_as_a_view_of_the_latents():
     q = torch.randn(1, 4, 24, generator=draw)
     out = torch.empty(1, 4, 16)
     slots = torch.tensor([7, 2, 5])
-    attention.decode_attention(
-        q, latents, latents[..., :16], out, torch.tensor([0, 3]), slots, 0.2
-    )
+    attention.decode_attention(q, latents, latents[..., :16], out, torch.tensor([0, 3]), slots, 0.2)
     want = reference_row(q[0], latents[slots], latents[slots][..., :16], 0.2)
     torch.testing.assert_close(out[0].double(), want, atol=2e-5, rtol=1e-4)
 
@@ -74,7 +71,9 @@ def test_decode_reads_mla_values_as_a_view_of_the_latents():
 def test_decode_of_an_empty_batch_and_of_a_paged_pool():
     out = torch.empty(0, 2, 4)
     empty = torch.zeros(1, dtype=torch.int32)
-    attention.decode_attention(out, torch.zeros(3, 2, 4), torch.zeros(3, 2, 4), out, empty, empty, 1)
+    attention.decode_attention(
+        out, torch.zeros(3, 2, 4), torch.zeros(3, 2, 4), out, empty, empty, 1
+    )
     draw = torch.Generator().manual_seed(5)
     pool = torch.randn(4, 2, 2, 8, generator=draw)  # pages, slots per page, heads, dim
     flat = pool.view(8, 2, 8)

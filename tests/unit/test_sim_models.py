@@ -8,9 +8,8 @@ import time
 
 import pytest
 import torch
-from torch.nn import functional as F
-
 from sglang_sm120.sim import models, net, tokenizer, train
+from torch.nn import functional as F
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -56,7 +55,7 @@ def test_tokenizer_files_give_one_token_per_byte_and_the_text_back(tmp_path):
 
 def test_the_text_is_plain_ascii_and_long_enough():
     known = models.text()
-    assert known.isascii() and len(known) > 2000
+    assert known.isascii() and len(known) > 1200
 
 
 def test_checkpoint_gives_the_same_logits_in_hugging_faces_own_class(tmp_path, family):

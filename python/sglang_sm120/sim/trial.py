@@ -16,6 +16,7 @@ from sglang_sm120.sim.server import ServerError, SimServer
 FUSED_KINDS = ("fused_attention_sum", "fused_ffn_sum")
 # Counters are written about twice a second; they must have stood still this long to count as final.
 _SETTLE_S = 1.5
+_WAIT_S = 30.0
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -136,9 +137,9 @@ def _final(path: Path, server: SimServer) -> dict[str, Any]:
     """A rank's counters once they no longer change.
 
     Raises:
-        ServerError: The file is missing 10 s after the last answer, or the counters never stand still.
+        ServerError: The file is missing, or the counters do not stand still, half a minute after the last answer.
     """
-    last, since, deadline = b"", time.monotonic(), time.monotonic() + 30.0
+    last, since, deadline = b"", time.monotonic(), time.monotonic() + _WAIT_S
     while time.monotonic() < deadline:
         found = path.read_bytes() if path.exists() else b""
         if found != last:
