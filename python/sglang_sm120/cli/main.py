@@ -11,7 +11,12 @@ import typer
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("demo", "Serve a tiny model three times on this CPU and compare every token and sum."),
     "drafter": ("drafter", "Check, remap or measure an EAGLE-3 drafter."),
-    "doctor": ("doctor", "Show the PCIe tree and what is wrong with this machine, with the line that fixes it."),
+    "doctor": (
+        "doctor",
+        "Show the PCIe tree and what is wrong with this machine, with the line that fixes it.",
+    ),
+    "probe": ("probe", "Measure the edges between GPUs: latency, bandwidth, collapse, integrity."),
+    "plan": ("plan", "Show which backend and schedule serve which rows."),
     "hooks": ("hooks", "Check the installed SGLang against every function that the plugin wraps."),
 }
 
