@@ -16,7 +16,7 @@ from sglang_sm120.fabric import machine, screen
 from sglang_sm120.fabric.host_driver import HostDriver
 from sglang_sm120.fabric.probe import FAST, FULL, Effort, run
 from sglang_sm120.fabric.report import ProbeReport, vetoes
-from sglang_sm120.fabric.software import probe_machine
+from sglang_sm120.fabric.software import LIGHT, probe_machine
 
 
 class PipeExchange:
@@ -108,7 +108,7 @@ def command(
     path = machine_file or (from_ / "fabric.toml" if from_ else None)
     try:
         if path:
-            report = probe_machine(machine.load(path), effort)
+            report = probe_machine(machine.load(path), FULL if full else LIGHT)
         elif ranks > 1:
             report = probe_host(ranks, effort)
         else:
