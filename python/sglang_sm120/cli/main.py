@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Show the PCIe tree and what is wrong with this machine, with the line that fixes it.",
     ),
     "probe": ("probe", "Measure the edges between GPUs: latency, bandwidth, collapse, integrity."),
+    "schedule": ("schedule", "Print who sends what to whom in each hop, and where the bytes go."),
     "plan": ("plan", "Show which backend and schedule serve which rows."),
     "hooks": ("hooks", "Check the installed SGLang against every function that the plugin wraps."),
 }
