@@ -191,8 +191,6 @@ def build_host(spec: GroupSpec) -> Communicator:
         raise Declined(
             f"the host backend sums CPU tensors, and this rank computes on {spec.device}"
         )
-    if spec.options.wire != "bf16":
-        raise Declined("the host backend sends tensors as they are; --sm120-wire int8 needs a GPU")
     from sglang_sm120.comm.host import HostCommunicator
 
     return HostCommunicator(
@@ -203,6 +201,7 @@ def build_host(spec: GroupSpec) -> Communicator:
         islands=spec.options.island_ranks if spec.name == "tp" else None,
         capacity_bytes=spec.capacity_bytes,
         timeout_ms=spec.options.warmup_timeout_ms,
+        wire="lossless" if spec.options.wire == "bf16" else spec.options.wire,
     )
 
 

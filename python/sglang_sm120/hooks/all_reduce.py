@@ -50,6 +50,7 @@ def dispatch(original: Callable[..., Any], group: Any, device: Any) -> Any:
     """
     session = sessions.current()
     name = _group_name.get() or "anonymous"
+    session.announce()
     outcome = factory.build(name, group, device, session.options)
     session.outcomes[name] = outcome
     if session.tp_rank == 0:

@@ -14,7 +14,6 @@ from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_device, get_observability, get_parallel
 
-from sglang_sm120 import __version__
 from sglang_sm120 import options as opt
 from sglang_sm120.hooks import contract
 from sglang_sm120.hooks.contract import Binding, Part, Target
@@ -78,6 +77,7 @@ def check_contract(server_args: Any, previous: Any) -> None:
         parts = parts_for(options, resolving_view(server_args).device)
         if options.enabled:
             contract.require(["launch", *parts])
+            opt.end_quickly()
     except (OptionError, contract.HookRefused) as error:
         _refuse_launch(server_args, error)
 
@@ -143,9 +143,6 @@ def on_publish(result: Any, server_args: Any, *, role: str, **_: Any) -> None:
     from sglang_sm120.hooks import census
 
     census.start_reporting(options.stats, tp_rank, get_observability().enable_metrics)
-    if tp_rank == 0:
-        changed = {k: v for k, v in opt.to_dict(options).items() if v != getattr(Options(), k)}
-        logger.info("sglang-sm120 %s on SGLang %s: %s; parts %s", __version__, contract.sglang_version(), changed, parts)  # fmt: skip
 
 
 def register_checks() -> None:

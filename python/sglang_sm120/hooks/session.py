@@ -7,10 +7,12 @@ import logging
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from sglang_sm120 import __version__
 from sglang_sm120.comm.factory import Outcome, Peer
 from sglang_sm120.comm.peers import PeerWatch
 from sglang_sm120.hooks.adapter import Sm120AllReduce
-from sglang_sm120.options import Options
+from sglang_sm120.hooks.contract import sglang_version
+from sglang_sm120.options import Options, to_dict
 
 logger = logging.getLogger("sglang_sm120")
 
@@ -32,6 +34,13 @@ class Session:
     adapters: list[Sm120AllReduce] = field(default_factory=list)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     _watches: list[PeerWatch] = field(default_factory=list)
+
+    def announce(self) -> None:
+        """Say once, on one rank, what was asked for. (SGLang sets up logging only after phase 2.)"""
+        if self.tp_rank == 0 and not self.outcomes:
+            defaults = to_dict(Options())
+            changed = {k: v for k, v in to_dict(self.options).items() if v != defaults[k]}
+            logger.info("sglang-sm120 %s on SGLang %s: %s", __version__, sglang_version(), changed)
 
     def adopt(self, name: str, outcome: Outcome, adapter: Sm120AllReduce) -> None:
         """Keep a group's adapter and watch its ranks' processes."""
