@@ -1,4 +1,4 @@
-"""`sglang-sm120 probe` and `plan` as a user calls them."""
+"""`sglang-sm120 probe` and `choices` as a user calls them."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def test_probe_without_a_subject_says_what_to_give() -> None:
 
 def test_plan_of_a_described_machine() -> None:
     file = str(FIXTURES / "dual-socket-virtual-switches" / "fabric.toml")
-    got = run("plan", "--machine", file, "--batch", "1,4", "--tokens", "4", "--json")
+    got = run("choices", "--machine", file, "--batch", "1,4", "--tokens", "4", "--json")
     plan = Plan.from_json(got.stdout.encode())
     assert [e.rows for e in plan.entries] == [4, 16]
     assert {e.choice.schedule for e in plan.entries} == {"island_dataflow"}
-    shown = run("plan", "--machine", file)
+    shown = run("choices", "--machine", file)
     assert "simulated" in shown.stdout and "one_shot is never used" in shown.stdout
-    refused = run("plan", "--machine", file, "--backend", "flashinfer")
+    refused = run("choices", "--machine", file, "--backend", "flashinfer")
     assert refused.exit_code == 3 and "flashinfer" in refused.stdout
 
 
 def test_kept_plans_are_listed_and_foreign_files_skipped(tmp_path) -> None:
-    assert run("plan", "--cache", str(tmp_path)).exit_code == 1
+    assert run("choices", "--cache", str(tmp_path)).exit_code == 1
     plan = Plan(
         group="tp",
         world=2,
@@ -74,5 +74,5 @@ def test_kept_plans_are_listed_and_foreign_files_skipped(tmp_path) -> None:
     )
     plan_cache.store(tmp_path, plan_cache.Record(identity=who, plan=plan))
     (tmp_path / "foreign.json").write_text("{}")
-    got = run("plan", "--cache", str(tmp_path))
+    got = run("choices", "--cache", str(tmp_path))
     assert got.exit_code == 0 and plan.digest() in got.stdout and "native/one_shot/4c" in got.stdout

@@ -28,7 +28,7 @@ class Bridge(msgspec.Struct, frozen=True, kw_only=True):
         vendor, device: PCI ids.
         gen_now, gen_best, width_now, width_best: of the link above it (root port: below it); 0 unknown.
         acs: bits switched on; None when the configuration space could not be read.
-        errors: uncorrectable PCIe errors (AER) since boot.
+        errors: uncorrectable PCIe errors since boot (advanced error reporting).
     """
 
     bdf: str
@@ -58,7 +58,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
         gen_*/width_*: of its link now, at best with this slot, and of the GPU itself; 0 unknown.
         idle: the link may be slower now only because the GPU sleeps.
         iommu: "", "identity", "DMA", "DMA-FQ"; iommu_group: number or "".
-        socket: CPU package of the NUMA node; errors: uncorrectable PCIe errors (AER) since boot.
+        socket: CPU package of the NUMA node; errors: uncorrectable PCIe errors since boot (advanced error reporting).
     """
 
     index: int
@@ -291,7 +291,7 @@ def _socket(source: Source, numa: int) -> int:
 
 
 def _errors(source: Source, folder: str) -> int:
-    """Uncorrectable errors of one device: fatal and non-fatal totals of its AER counters."""
+    """Uncorrectable errors of one device: fatal and non-fatal totals of its error counters."""
     total = 0
     for kind, name in (("fatal", "FATAL"), ("nonfatal", "NONFATAL")):
         counted = _first(rf"TOTAL_ERR_{name}\s+(\d+)", source.text(f"{folder}/aer_dev_{kind}"))
