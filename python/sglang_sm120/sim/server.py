@@ -275,25 +275,30 @@ class SimServer:
                     return child
         raise ServerError(f"no scheduler process of rank {rank} among the server's children")
 
-    def stop(self, grace_s: float = 5.0) -> None:
-        """End the launcher and all its children; idempotent."""
+    def stop(self, grace_s: float = 8.0) -> None:
+        """End the launcher and all its children; idempotent.
+
+        Args:
+            grace_s: Seconds the launcher gets to end its children itself before all are killed.
+        """
         process = self._process
         if process is None or self._stopped:
             return
         self._stopped = True
         atexit.unregister(self.stop)
         family = self.children()
-        for signum, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signum)
-            for child in family:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.send_signal(signum)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(wait_s)
-            _, family = psutil.wait_procs(family, timeout=wait_s)
-            if process.poll() is not None and not family:
-                return
+        # Only the launcher is asked: SGLang takes a signal to a scheduler for a crash and stays to diagnose it.
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for child in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.wait()
+        psutil.wait_procs(family, timeout=10.0)
 
     def __enter__(self) -> SimServer:
         return self.start()
