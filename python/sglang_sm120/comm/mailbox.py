@@ -1,0 +1,39 @@
+"""The mailbox backend: the same kernels over pinned host memory, for GPUs that cannot write to each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_sm120.comm import native, slab
+from sglang_sm120.comm.communicator import Communicator
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_sm120.comm.factory import GroupSpec
+
+
+def numa_node_of(device: torch.device) -> int:
+    """NUMA node of a GPU from the kernel's PCI tree; -1 when it does not say."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    domain = getattr(properties, "pci_domain_id", 0)
+    path = Path(
+        f"/sys/bus/pci/devices/{domain:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0/numa_node"
+    )
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return -1
+
+
+def build(spec: GroupSpec) -> Communicator:
+    """The builder that `comm.factory` calls.
+
+    Raises:
+        Declined: as for the native backend.
+    """
+    node = numa_node_of(spec.device) if spec.device.type == "cuda" else -1
+    return native.build_over(spec, slab.HOST_WAYS, node)

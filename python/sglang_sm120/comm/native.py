@@ -1,0 +1,396 @@
+"""The native backend: our CUDA kernels over slabs that every rank has mapped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_sm120.comm import slab
+from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op
+from sglang_sm120.comm.schedule import SCHEDULES, islands_text
+
+if TYPE_CHECKING:
+    from sglang_sm120.comm.factory import GroupSpec
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_DTYPE_NAMES = ("float32", "bfloat16", "float16")
+_PHASES = ("idle", "push", "reduce", "cross", "gather", "record")
+_OPS = (Op.ALL_REDUCE, Op.ALL_REDUCE_RMSNORM, Op.ALL_REDUCE_RMSNORM_FP8)
+_LEFT, _MISMATCH = 3, 4
+
+# Bytes up to which pushing to everyone beats the second hop of two-shot, by world size.
+# Measured by benchmark/allreduce.py; see docs/kernels.md.
+ONE_SHOT_BYTES = {2: 1 << 40, 3: 64 << 10, 4: 64 << 10}
+ONE_SHOT_BYTES_LARGER = 16 << 10
+
+
+@dataclass(frozen=True)
+class How:
+    """How one call runs; equal on every rank.
+
+    Attributes:
+        schedule: a name of `sglang_sm120.comm.schedule.SCHEDULES`.
+        cluster, group_warps, rows_per_cta, ctas: spread of a row over CTAs; zeros for the default.
+        early_launch: let the next kernel be scheduled before this one ends (compute capability 9 and up).
+    """
+
+    schedule: str
+    cluster: int = 0
+    group_warps: int = 0
+    rows_per_cta: int = 0
+    ctas: int = 0
+    early_launch: bool = True
+
+
+class NativeCommunicator(Communicator):
+    """One rank's part of a group whose tensors live on GPUs that can write to each other.
+
+    Construction is collective and fails on every rank alike. Calls never wait on the host, may be captured in
+    CUDA graphs, and may come from any stream: a call from another stream than the last one's waits for it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        world: int,
+        exchange: slab.Exchange,
+        *,
+        islands: str | Sequence[Sequence[int]] | None = None,
+        capacity_bytes: int = 1 << 20,
+        timeout_ms: int = 2000,
+        wire: str = "lossless",
+        fp32_partials: bool = False,
+        schedule: str = "auto",
+        ways: Sequence[str] = slab.PEER_WAYS,
+        numa_node: int = -1,
+        channel: int = 0,
+        library: Any = None,
+        slabs: slab.Slabs | None = None,
+    ) -> None:
+        """Allocate, share and clear the slabs.
+
+        Args:
+            exchange: all-gather of a Python object over the group.
+            islands: partition of the ranks, as text ("0-3;4-7") or lists; None is one island.
+            capacity_bytes: largest message, rows x hidden rounded up to tiles of 256 elements.
+            timeout_ms: longest wait for a missing rank within a call.
+            wire: "lossless" or "int8" (blocks of 32 with a shared exponent).
+            fp32_partials: islands exchange fp32 (one rounding) rather than the dtype.
+            schedule: "auto" or a name in `SCHEDULES`.
+            ways: how slabs may be shared, see `slab.share`.
+            channel: number of this channel, for error texts.
+            library, slabs: given by tests that put several ranks into one process.
+
+        Raises:
+            slab.SlabError: slabs cannot be shared, on every rank.
+            CollectiveError: the ranks disagree about the configuration, on every rank.
+        """
+        super().__init__(name, rank, world)
+        if schedule != "auto" and schedule not in SCHEDULES:
+            raise ValueError(f"schedule {schedule!r} is not auto or one of {', '.join(SCHEDULES)}")
+        if wire not in ("lossless", "int8"):
+            raise ValueError(f"wire {wire!r} is not lossless or int8")
+        self._islands = islands_text(islands)
+        self._flags = (1 if wire == "int8" else 0) | (2 if fp32_partials else 0)
+        self._schedule = schedule
+        self._small = min(capacity_bytes, max(capacity_bytes * 2 // world, 64 << 10))
+        self._handle = 0
+        self._hows: dict[tuple[Op, int], How] = {}
+        self._stream: torch.cuda.Stream | None = None
+        if library is None:
+            from sglang_sm120.comm.cuda_library import cuda_library
+
+            library = cuda_library()
+        self._lib = library
+        mine = (world, self._islands, capacity_bytes, timeout_ms, self._flags, schedule)
+        told = exchange(mine)
+        if len(set(told)) > 1:
+            shown = "; ".join(f"rank {r}: {entry}" for r, entry in enumerate(told))
+            raise CollectiveError(f"{name}: ranks differ in their configuration ({shown})")
+        if slabs is None:
+            nbytes = library.cuda_slab_bytes(world, self._islands, capacity_bytes, self._small)
+            slabs = slab.share(
+                library, exchange, rank, world, nbytes, ways=ways, numa_node=numa_node
+            )
+        self._slabs = slabs
+        self._handle = library.cuda_open(
+            rank,
+            world,
+            self._islands,
+            capacity_bytes,
+            self._small,
+            timeout_ms,
+            channel,
+            slabs.way in slab.HOST_WAYS,
+            slabs.addresses,
+        )
+        exchange(None)  # nobody pushes before every slab is clear
+        self._admits = lru_cache(maxsize=4096)(self._admits_uncached)
+
+    # --- what runs -----------------------------------------------------------------------------------
+
+    @property
+    def way(self) -> str:
+        """How the slabs are shared: "vmm", "ipc" or "host"."""
+        return self._slabs.way
+
+    def pin(self, op: Op, rows: int, how: How | None) -> None:
+        """Fix how calls of `op` with `rows` rows run (None: back to the default). Alike on every rank."""
+        if how is None:
+            self._hows.pop((op, rows), None)
+        else:
+            self._hows[op, rows] = how
+        self._admits.cache_clear()
+
+    def how(self, op: Op, rows: int, hidden: int, itemsize: int) -> How:
+        """How a call runs: pinned, or one-shot up to `ONE_SHOT_BYTES`, above it two-shot or the islands' dataflow."""
+        pinned = self._hows.get((op, rows))
+        if pinned is not None:
+            return pinned
+        if self._schedule != "auto":
+            return How(self._schedule)
+        limit = ONE_SHOT_BYTES.get(self.world, ONE_SHOT_BYTES_LARGER)
+        if rows * hidden * itemsize <= min(limit, self._small):
+            return How("one_shot")
+        return How("island_dataflow" if ";" in self._islands else "two_shot")
+
+    def admits(self, op: Op, rows: int, hidden: int, dtype: torch.dtype) -> bool:
+        return self._handle != 0 and dtype in _DTYPES and self._admits(op, rows, hidden, dtype)
+
+    def _admits_uncached(self, op: Op, rows: int, hidden: int, dtype: torch.dtype) -> bool:
+        how = self.how(op, rows, hidden, dtype.itemsize)
+        schedule = SCHEDULES.index(how.schedule)
+        return bool(
+            self._lib.cuda_admits(
+                self._handle, schedule, _DTYPES[dtype], rows, hidden, bool(self._flags & 1)
+            )
+        )
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        how = self._begin(Op.ALL_REDUCE, x)
+        self._lib.cuda_all_reduce(self._handle, how, x, out, self._current_stream())
+        return out
+
+    def all_reduce_rmsnorm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        gemma: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual, weight = _norm_inputs(x, residual, weight)
+        out = torch.empty_like(x)
+        residual_out = torch.empty_like(x)
+        how = self._begin(Op.ALL_REDUCE_RMSNORM, x)
+        self._lib.cuda_all_reduce_rmsnorm(
+            self._handle, how, x, residual, weight, eps, gemma, out, residual_out, 0, None,
+            self._current_stream(),
+        )  # fmt: skip
+        return out, residual_out
+
+    def all_reduce_rmsnorm_fp8(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        gemma: bool = False,
+        group: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `all_reduce_rmsnorm`, then quantise to FP8 E4M3: scale = amax / 448, code = e4m3(normed / scale).
+
+        Args:
+            group: 0 for one scale per row, 128 for one per 128 elements (hidden must be a multiple of it).
+
+        Returns:
+            (codes [rows, hidden] float8_e4m3fn, scales fp32 [rows, 1] or [rows, hidden / 128],
+            residual_out [rows, hidden]).
+
+        Raises:
+            CollectiveError: as for `all_reduce`.
+            ValueError: another group size.
+        """
+        x, residual, weight = _norm_inputs(x, residual, weight)
+        hidden = x.shape[-1]
+        if group not in (0, 128) or (group and hidden % group):
+            raise ValueError(
+                f"group {group} must be 0, or 128 with hidden {hidden} a multiple of it"
+            )
+        scales = torch.empty(
+            (*x.shape[:-1], hidden // group if group else 1), dtype=torch.float32, device=x.device
+        )
+        codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+        residual_out = torch.empty_like(x)
+        how = self._begin(Op.ALL_REDUCE_RMSNORM_FP8, x)
+        # DLPack has no common name for E4M3: the kernel takes the bytes.
+        self._lib.cuda_all_reduce_rmsnorm(
+            self._handle, how, x, residual, weight, eps, gemma, codes.view(torch.uint8), residual_out,
+            2 if group else 1, scales, self._current_stream(),
+        )  # fmt: skip
+        return codes, scales, residual_out
+
+    def _begin(self, op: Op, x: torch.Tensor) -> list[int]:
+        if self._handle == 0:
+            raise CollectiveError(f"{self.name}: the communicator of rank {self.rank} is closed")
+        self.check()
+        self.calls[op] += 1
+        how = self.how(op, x.numel() // x.shape[-1], x.shape[-1], x.element_size())
+        flags = self._flags | (0 if how.early_launch else 4)
+        return [
+            SCHEDULES.index(how.schedule), flags, how.cluster, how.group_warps, how.rows_per_cta, how.ctas,
+        ]  # fmt: skip
+
+    def _current_stream(self) -> int:
+        stream = torch.cuda.current_stream()
+        if stream != self._stream and not torch.cuda.is_current_stream_capturing():
+            # One channel is one sequence of calls: order this stream after the one that made the last call.
+            if self._stream is not None:
+                stream.wait_stream(self._stream)
+            self._stream = stream
+        return stream.cuda_stream
+
+    # --- failures ------------------------------------------------------------------------------------
+
+    @property
+    def failed(self) -> bool:
+        """Whether a call failed on this rank; reads pinned memory, needs no synchronisation."""
+        return self._handle != 0 and bool(self._lib.cuda_failed(self._handle))
+
+    def check(self) -> None:
+        """Raise if a call failed, also one that ran inside a graph.
+
+        Raises:
+            CollectiveError: names the rank that did not arrive, or the two shapes of a call mismatch.
+        """
+        if self._handle != 0 and self._lib.cuda_failed(self._handle):
+            raise CollectiveError(self.describe_failure())
+
+    def describe_failure(self) -> str:
+        """One sentence about the failure: which ranks, which call, which shape, how long."""
+        flight = list(self._lib.cuda_flight(self._handle))
+        if not flight:
+            return f"{self.name}: no failure on rank {self.rank}"
+        _, channel, phase, tile, source, op, dtype, rows, hidden, call, waited, why = flight
+        what = f"{_OPS[op].value}, {rows} x {hidden} {_DTYPE_NAMES[dtype]}"
+        where = f"{self.name}, channel {channel}, call {call}, rank {self.rank}"
+        other = self._other_call(call, source, (rows, hidden, op, dtype))
+        if other or why == _MISMATCH:
+            shape = other or "another shape"
+            return f"{where}: call mismatch: this rank called {what}, rank {source} called {shape}"
+        if why == _LEFT:
+            return f"{where}: rank {source} is missing in {what}, as another rank found"
+        return (
+            f"{where}: rank {source} is missing in {what} (phase {_PHASES[phase]}, tile {tile}, "
+            f"waited {waited / 1e6:.0f} ms)"
+        )
+
+    def _other_call(self, call: int, source: int, mine: tuple[int, int, int, int]) -> str | None:
+        """What the other rank's call record says, if it is of the same call and differs from mine."""
+        with contextlib.suppress(RuntimeError):
+            records = list(self._lib.cuda_records(self._handle, call, self.world))
+            epoch, rows, hidden, op, dtype = records[source * 5 : source * 5 + 5]
+            if epoch == call and (rows, hidden, op, dtype) != mine:
+                return f"{_OPS[op].value}, {rows} x {hidden} {_DTYPE_NAMES[dtype]}"
+        return None
+
+    def recover(self, exchange: slab.Exchange) -> None:
+        """Start afresh after a failure: every rank clears its slab and counters. Collective."""
+        torch.cuda.synchronize()
+        exchange(None)
+        self._lib.cuda_reset(self._handle)
+        exchange(None)
+
+    def close(self) -> None:
+        if self._handle == 0:
+            return
+        handle, self._handle = self._handle, 0
+        with contextlib.suppress(Exception):
+            self._lib.cuda_close(handle)
+        self._slabs.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", 0):
+            self.close()
+
+
+def _norm_inputs(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"residual {tuple(residual.shape)} {residual.dtype} must match x {tuple(x.shape)} {x.dtype}"
+        )
+    if weight.shape != x.shape[-1:] or weight.dtype not in (x.dtype, torch.float32):
+        raise ValueError(
+            f"weight {tuple(weight.shape)} {weight.dtype} must be [{x.shape[-1]}], {x.dtype} or float32"
+        )
+    return x.contiguous(), residual.contiguous(), weight.detach().contiguous()
+
+
+def process_group_exchange(process_group: Any) -> slab.Exchange:
+    """All-gather of Python objects over a gloo process group."""
+    import torch.distributed as dist
+
+    def exchange(value: Any) -> list[Any]:
+        told: list[Any] = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(told, value, group=process_group)
+        return told
+
+    return exchange
+
+
+def build(spec: GroupSpec) -> Communicator:
+    """The builder that `comm.factory` calls.
+
+    Raises:
+        Declined: no CUDA device, too many peers for a flat group, no library, or slabs cannot be shared.
+    """
+    return build_over(spec, slab.PEER_WAYS, -1)
+
+
+def build_over(spec: GroupSpec, ways: Sequence[str], numa_node: int) -> NativeCommunicator:
+    """Build over some ways of sharing; the mailbox backend asks for pinned host memory."""
+    from sglang_sm120.comm.cuda_library import CudaLibraryMissing, cuda_library
+    from sglang_sm120.comm.factory import Declined
+
+    exchange = process_group_exchange(spec.process_group)
+    error: str | None = None
+    try:
+        if spec.device.type != "cuda":
+            raise Declined(
+                f"the GPU kernels need CUDA tensors, and this rank computes on {spec.device}"
+            )
+        if not 2 <= spec.world <= 16:
+            raise Declined(f"the GPU kernels serve 2 to 16 ranks, not {spec.world}")
+        cuda_library()
+    except (Declined, CudaLibraryMissing) as problem:
+        error = str(problem)
+    # Told together, because the next step waits for every rank.
+    if any(exchange(error)):
+        raise Declined(error or "another rank declined")
+    try:
+        return NativeCommunicator(
+            spec.name,
+            spec.rank,
+            spec.world,
+            exchange,
+            islands=spec.options.island_ranks if spec.name == "tp" else None,
+            capacity_bytes=spec.capacity_bytes,
+            timeout_ms=spec.options.timeout_ms,
+            wire="lossless" if spec.options.wire == "bf16" else spec.options.wire,
+            ways=ways,
+            numa_node=numa_node,
+        )
+    except (slab.SlabError, CollectiveError) as problem:
+        raise Declined(str(problem)) from None
