@@ -301,7 +301,7 @@ def test_c34_the_dispatcher_serves_what_the_plan_says_and_counts_it() -> None:
     inner = ThreadSum(0, ThreadExchange(1), 1)
     ours = PlannedCommunicator(inner, "native", lambda h, d, r: plan, CallCounters(registry))
     bf16 = torch.bfloat16
-    assert ours.admits(Op.ALL_REDUCE, 9999, 64, bf16), "before the plan every rank serves alike"
+    assert not ours.admits(Op.ALL_REDUCE, 1, 64, bf16), "nobody has verified the machine yet"
     ours.prepare(64, bf16, 16)
     assert ours.admits(Op.ALL_REDUCE, 4, 64, bf16) and not ours.admits(Op.ALL_REDUCE, 5, 64, bf16)
     assert not ours.admits(Op.ALL_REDUCE, 8192, 64, bf16), "C32: prefill stays with SGLang"

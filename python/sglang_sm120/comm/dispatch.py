@@ -17,8 +17,7 @@ PlanMaker = Callable[[int, torch.dtype, int | None], Plan]
 class PlannedCommunicator(Communicator):
     """Our backend behind a plan: it admits the calls that the plan gives to it and leaves the rest to SGLang.
 
-    Before `prepare` there is no plan, and every call that the backend admits is served by it: eager calls during
-    model loading must be answered the same way on every rank.
+    Before `prepare` there is no plan and nothing is admitted: nobody has verified the machine yet.
 
     Args:
         inner: the backend's communicator, closed with this one.
@@ -54,7 +53,7 @@ class PlannedCommunicator(Communicator):
         if not self.inner.admits(op, rows, hidden, dtype):
             return False
         if self.plan is None:
-            return True
+            return False
         # Rows of another width count by their bytes.
         equal = -(-rows * hidden // self.plan.hidden)
         return self.plan.lookup(op, equal).backend == self.backend

@@ -103,14 +103,17 @@ def own_candidates(
     islands: isl.Partition,
     backend: str,
     timer: Callable[[str, int], Callable[[Op, int], float] | None],
+    ctas: Sequence[int] = (),
 ) -> list[Candidate]:
-    """Candidates of one of our backends: every schedule that fits the partition, at two CTA counts.
+    """Candidates of one of our backends: every schedule that fits the partition, at two CTA counts (or `ctas`).
 
     `timer(schedule, ctas)` gives the timing function of a candidate, or None: then one candidate per schedule is
     enough, whose CTA count follows the message.
     """
     widest = request.nbytes(max(request.rows))
-    counts = sorted({model.ctas_for(request.nbytes(min(request.rows))), model.ctas_for(widest)})
+    counts = ctas or sorted(
+        {model.ctas_for(request.nbytes(min(request.rows))), model.ctas_for(widest)}
+    )
     reach = model.Constants(1.0, 1.0, 1.0, 1.0)
     fitting = [s for s in model.SCHEDULES if math.isfinite(model.schedule_us(s, 1, islands, reach))]
     out: list[Candidate] = []
@@ -264,7 +267,7 @@ def _decide(
         us, source = curves[name][i]
         base = curves[BASELINE][i][0] if BASELINE in curves else 0.0
         ctas = choices[name].ctas
-        if not ctas and choices[name].backend in OURS:
+        if not ctas and source == "model" and choices[name].backend in OURS:
             ctas = model.ctas_for(request.nbytes(rows))
         entries.append(
             Entry(

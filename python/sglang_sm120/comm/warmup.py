@@ -23,7 +23,7 @@ from sglang_sm120.fabric import probe
 from sglang_sm120.fabric.driver import EdgeDriver
 from sglang_sm120.fabric.integrity import check_sums
 from sglang_sm120.fabric.report import ProbeReport, vetoes
-from sglang_sm120.fabric.verdict import NEEDS, Verdict, Veto
+from sglang_sm120.fabric.verdict import Verdict, Veto
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,8 @@ def plan_group(
     islands: isl.Partition | None = None,
     effort: probe.Effort = probe.FAST,
     sums: Callable[[str], object] | None = None,
+    path: str = "native",
+    device: str = "cpu",
 ) -> Planned:
     """Plan one group; collective over `exchange`, every rank passes the same but for rank, driver and vetoes.
 
@@ -67,6 +69,8 @@ def plan_group(
         force: the user forced the custom path: his own wishes do not count.
         hints, islands: partitions to consider, or the one to use.
         sums: gives the communicator of a backend; each allowed one then proves its sums (see `check_sums`).
+        path: the fast path that the probe is for: vetoed already, it is not probed.
+        device: where the communicators' tensors live.
 
     Raises:
         PlanRefused: a pinned backend cannot serve; on every rank.
@@ -83,12 +87,12 @@ def plan_group(
         plan = agree(kept.plan, rank, exchange)
         used = [b for b in planner.OURS if plan.serves(b)]
         # Bridges and IOMMU can change without a new kernel: the real kernel's sums are checked at every start.
-        wrong = _check(used, sums, request, rank, exchange)
+        wrong = _check(used, sums, request, rank, exchange, device)
         if not wrong:
             return _done(plan, verdict, kept.report, True, begin)
         verdict.add(wrong)
     report = None
-    if driver is not None and verdict.allows("native"):
+    if driver is not None and verdict.allows(path):
         report = probe.run(driver, exchange, effort, [islands] if islands else hints)
         # Every rank holds the same report, so the vetoes need no second exchange.
         verdict.add(vetoes(report))
@@ -97,7 +101,7 @@ def plan_group(
     offered = list(candidates(islands, verdict))
     ours = [b for b in dict.fromkeys(c.backend for c in offered) if b in planner.OURS]
     allowed = [b for b in ours if verdict.allows(b)]
-    verdict.add(_check(allowed, sums, request, rank, exchange))
+    verdict.add(_check(allowed, sums, request, rank, exchange, device))
     plan = planner.make_plan(
         request,
         offered,
@@ -121,13 +125,14 @@ def _check(
     request: Request,
     rank: int,
     exchange: Exchange,
+    device: str,
 ) -> list[Veto]:
     """Vetoes of the backends whose sums are wrong on some rank; the same on every rank."""
     if sums is None:
         return []
     found: list[Veto] = []
     for backend in backends:
-        found += check_sums(sums(backend), backend, request.hidden, rank, exchange)
+        found += check_sums(sums(backend), backend, request.hidden, rank, exchange, device)
     return found
 
 
@@ -158,9 +163,9 @@ def _done(
     )
 
 
-def log_once(planned: Planned, verdict_rank: int) -> None:
-    """Rank 0 writes what was decided: the plan's sentence, its table, and one line per path that is off."""
-    if verdict_rank != 0:
+def log_once(planned: Planned, rank: int, paths: Sequence[str] = ("native",)) -> None:
+    """Rank 0 writes what was decided: the plan's sentence, its table, and one line for each of `paths` that is off."""
+    if rank != 0:
         return
     plan = planned.plan
     source = "kept from an earlier start" if planned.from_cache else "measured now"
@@ -171,10 +176,8 @@ def log_once(planned: Planned, verdict_rank: int) -> None:
     logger.info("\n%s", shown.get().rstrip())
     verdict = Verdict(plan.group, 0)
     verdict.add(planned.vetoes)
-    # Only the paths that this machine's plan could have used are worth a line each.
-    for path in NEEDS:
-        if not verdict.allows(path) and path != "host":
-            verdict.log_once(path)
+    for path in paths:
+        verdict.log_once(path)
 
 
 def keep_nccl(request: Request, islands: isl.Partition, note: str) -> Plan:

@@ -47,6 +47,7 @@ class EdgeDriver(ABC):
         rig: what moves the bytes, for titles ("fake", "host engine", "GPU stores").
         capacity: bytes of one inbox.
         simulated: whether the figures are computed rather than measured.
+        need: what a failure vetoes (see `verdict.NEEDS`): "p2p" for stores into peers' device memory.
         staged_us: one-way latency above which this rig's traffic takes a detour through system memory; 0 where
             that says nothing (ranks that share memory anyway).
     """
@@ -56,6 +57,7 @@ class EdgeDriver(ABC):
     rig: str
     capacity: int
     simulated: bool = False
+    need: str = "p2p"
     staged_us: float = 5.0
 
     @abstractmethod

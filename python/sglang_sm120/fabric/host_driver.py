@@ -26,6 +26,7 @@ class HostDriver(EdgeDriver):
     """One rank's inboxes in a shared segment; build with `join`."""
 
     simulated = False
+    need = "host"
     staged_us = 0.0
 
     def __init__(self, rank: int, world: int, memory: mmap.mmap, capacity: int) -> None:

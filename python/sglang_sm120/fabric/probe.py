@@ -342,6 +342,7 @@ def run(
         load_gbps=loads,
         patterns=tuple(found),
         failures=tuple(state.failures),
+        need=driver.need,
         staged_us=driver.staged_us,
         seconds=round(shared[0], 3),
         steps=shared[1],

@@ -65,7 +65,7 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
     """All measurements of one group, the same on every rank.
 
     Attributes:
-        rig: what moved the bytes; simulated: whether times were computed.
+        rig: what moved the bytes; need: what its failures veto; simulated: whether times were computed.
         latency_us: [world][world] one way, microseconds; 0 on the diagonal and where nothing was measured.
         store_gbps, load_gbps: [world][world] of single flows, GB/s; load_gbps may be empty (fast mode).
         patterns: concurrent patterns.
@@ -82,6 +82,7 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
     load_gbps: tuple[tuple[float, ...], ...] = ()
     patterns: tuple[PatternResult, ...] = ()
     failures: tuple[Failure, ...] = ()
+    need: str = "p2p"
     staged_us: float = 0.0
     seconds: float = 0.0
     steps: dict[str, float] = {}
@@ -154,13 +155,18 @@ def vetoes(report: ProbeReport) -> list[Veto]:
             more = f" and {len(hit) - 4} more" if len(hit) > 4 else ""
             ranks = tuple(sorted({r for f in hit for r in (f.source, f.target) if r >= 0}))
             out.append(
-                Veto(target="p2p", reason=f"{reason} ({shown}{more})", remedy=remedy, ranks=ranks)
+                Veto(
+                    target=report.need,
+                    reason=f"{reason} ({shown}{more})",
+                    remedy=remedy,
+                    ranks=ranks,
+                )
             )
     latency = report.median_latency_us()
     if report.staged:
         out.append(
             Veto(
-                target="p2p",
+                target=report.need,
                 reason=f"the driver stages peer traffic through system memory: one way takes {latency:.1f} us, "
                 "direct peer writes take about 1",
                 remedy=f"/etc/modprobe.d/nvidia-p2p.conf: {P2P_OPTIONS}",
