@@ -23,6 +23,11 @@ SPLIT_GROUPS = frozenset({"moe_tp", "moe_ep", "shared_experts_tp"})
 _group_name: contextvars.ContextVar[str] = contextvars.ContextVar("sm120_group_name", default="")
 
 
+def current_group() -> str:
+    """Name of the group that SGLang is making at this moment; empty outside `init_model_parallel_group`."""
+    return _group_name.get()
+
+
 class CountedAllReduce(Sm120AllReduce):
     """The adapter that also books its plain sums in the census."""
 
@@ -49,7 +54,7 @@ def dispatch(original: Callable[..., Any], group: Any, device: Any) -> Any:
     SGLang calls what this returns like a class, with the same two arguments, and turns any error into a warning.
     """
     session = sessions.current()
-    name = _group_name.get() or "anonymous"
+    name = current_group() or "anonymous"
     session.announce()
     outcome = factory.build(name, group, device, session.options)
     session.outcomes[name] = outcome

@@ -25,6 +25,8 @@ PARTS: dict[str, str] = {
     "all_reduce": "sglang_sm120.hooks.all_reduce",
     "cpu_all_reduce": "sglang_sm120.hooks.cpu_all_reduce",
     "fusion": "sglang_sm120.hooks.fusion",
+    "nccl": "sglang_sm120.hooks.nccl",
+    "adaptive": "sglang_sm120.hooks.adaptive",
     "census": "sglang_sm120.hooks.census",
     "gloo_census": "sglang_sm120.hooks.gloo_census",
 }
@@ -50,12 +52,37 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Seam:
+    """What SGLang offers by itself in a newer tree; where it exists, the target is left alone.
+
+    Attributes:
+        path: dotted name of SGLang's function to register with.
+        use: registers our part there, once per process.
+    """
+
+    path: str
+    use: Callable[[], None]
+
+    @property
+    def offered(self) -> bool:
+        try:
+            return callable(lookup(self.path))
+        except (ImportError, AttributeError):
+            return False
+
+
+@dataclass(frozen=True)
 class Binding:
-    """A target and the function that is put around it."""
+    """A target, the function that is put around it, and what makes that unnecessary."""
 
     target: Target
     kind: HookType
     hook: Callable[..., Any]
+    seam: Seam | None = None
+
+    @property
+    def replaced(self) -> bool:
+        return self.seam is not None and self.seam.offered
 
 
 @dataclass(frozen=True)
@@ -72,8 +99,8 @@ class Finding:
 
     Attributes:
         found: the installed signature; empty when there is no such function.
-        state: "ready", "hooked" (by us or another plugin), "changed" or "missing".
-        detail: why it is missing.
+        state: "ready", "hooked" (by us or another plugin), "seam", "changed" or "missing".
+        detail: why it is missing, or the name of the seam.
     """
 
     part: str
@@ -84,7 +111,7 @@ class Finding:
 
     @property
     def fits(self) -> bool:
-        return self.state in ("ready", "hooked")
+        return self.state in ("ready", "hooked", "seam")
 
 
 def sglang_version() -> str:
@@ -141,6 +168,13 @@ def check_target(part: str, target: Target) -> Finding:
     return Finding(part, target, found, "hooked" if hasattr(function, "__wrapped__") else "ready")
 
 
+def check_binding(part: str, binding: Binding) -> Finding:
+    """Compare a binding with the installed SGLang: its seam if there is one, else its target."""
+    if binding.seam is not None and binding.seam.offered:
+        return Finding(part, binding.target, "", "seam", binding.seam.path)
+    return check_target(part, binding.target)
+
+
 def load_part(name: str) -> Part:
     """Import a part's module and return its declaration.
 
@@ -166,7 +200,7 @@ def findings(names: Iterator[str] | list[str] | None = None) -> list[Finding]:
         HookRefused: a part cannot even be imported.
     """
     parts = [load_part(name) for name in (PARTS if names is None else names)]
-    return [check_target(part.name, b.target) for part in parts for b in part.bindings]
+    return [check_binding(part.name, b) for part in parts for b in part.bindings]
 
 
 def refusal(found: list[Finding]) -> str | None:
@@ -204,7 +238,7 @@ def register(part: Part) -> None:
         HookRefused: a target does not fit; nothing was registered.
     """
     _require_part(part)
-    for binding in part.bindings:
+    for binding in _hooks_of(part):
         HookRegistry.register(binding.target.path, binding.hook, binding.kind, source=SOURCE)
 
 
@@ -215,7 +249,7 @@ def install(part: Part) -> None:
         HookRefused: a target does not fit, or the registry did not patch it.
     """
     _require_part(part)
-    for binding in part.bindings:
+    for binding in _hooks_of(part):
         path = binding.target.path
         before = lookup(path)
         if path in HookRegistry._patched:
@@ -230,7 +264,14 @@ def install(part: Part) -> None:
             )
 
 
+def _hooks_of(part: Part) -> list[Binding]:
+    """Use the seams that SGLang offers; the bindings that remain to be patched."""
+    for seam in {b.seam.path: b.seam for b in part.bindings if b.seam and b.replaced}.values():
+        seam.use()
+    return [binding for binding in part.bindings if not binding.replaced]
+
+
 def _require_part(part: Part) -> None:
-    sentence = refusal([check_target(part.name, b.target) for b in part.bindings])
+    sentence = refusal([check_binding(part.name, b) for b in part.bindings])
     if sentence:
         raise HookRefused(sentence)

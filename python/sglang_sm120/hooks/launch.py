@@ -6,8 +6,9 @@ SGLang publishes their configuration: before NCCL, before any group of ranks, be
 
 from __future__ import annotations
 
+import argparse
 import logging
-from typing import Any
+from typing import Any, NoReturn
 
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
@@ -16,7 +17,7 @@ from sglang.srt.runtime_context import get_device, get_observability, get_parall
 
 from sglang_sm120 import options as opt
 from sglang_sm120.hooks import contract
-from sglang_sm120.hooks.contract import Binding, Part, Target
+from sglang_sm120.hooks.contract import Binding, Part, Seam, Target
 from sglang_sm120.options import OptionError, Options
 
 logger = logging.getLogger("sglang_sm120")
@@ -31,7 +32,13 @@ def options_of(server_args: Any) -> Options:
         OptionError: the environment has a wrong value (only without a command line, which was checked).
     """
     attached = getattr(server_args, "_sm120", None)
-    return opt.from_environment() if attached is None else opt.from_dict(attached)
+    if attached is not None:
+        return opt.from_dict(attached)
+    if PLUGIN_ARGS.offered:
+        given = dict(server_args.plugin_args or {})
+        given[opt.BUILT_IN_ENABLED] = getattr(server_args, opt.BUILT_IN_ENABLED, False)
+        return opt.from_namespace(argparse.Namespace(**given))
+    return opt.from_environment()
 
 
 def attach(server_args: Any, options: Options) -> None:
@@ -45,11 +52,24 @@ def parts_for(options: Options, device: str | None) -> list[str]:
     parts = ["census"] if options.enabled or options.stats else []
     if options.enabled:
         parts += ["all_reduce", "fusion"]
+        if options.nccl == "compact" and device == "cuda":
+            parts += ["nccl"]
+        if options.verify in ("auto", "adaptive"):
+            parts += ["adaptive"]
     if parts and device == "cpu":
         parts += ["gloo_census"]
         if options.enabled:
             parts += ["cpu_all_reduce"]
     return parts
+
+
+def register_flags() -> None:
+    """Declare the flags where SGLang lets plugins do so; it then carries their values."""
+    register: Any = contract.lookup(PLUGIN_ARGS.path)
+    register(opt.fill_group, plugin_name="sm120")
+
+
+PLUGIN_ARGS = Seam("sglang.srt.plugins.plugin_args.register_plugin_args", register_flags)
 
 
 def add_cli_args(result: Any, parser: Any) -> None:
@@ -104,6 +124,8 @@ def check_server(server_args: Any, previous: Any) -> None:
                 )
     except OptionError as error:
         _refuse_launch(server_args, error)
+    if options.nccl == "compact" and view.device == "cuda":
+        _order_nccl(server_args, options, view)
     if view.flashinfer_allreduce_fusion_backend is not None:
         # SGLang switched it on by itself; two fusions of one sum are one too many.
         declare_resolution(server_args, "sglang_sm120", flashinfer_allreduce_fusion_backend=None)
@@ -113,11 +135,32 @@ def check_server(server_args: Any, previous: Any) -> None:
         )
 
 
-def _refuse_launch(server_args: Any, error: Exception) -> None:
+def _order_nccl(server_args: Any, options: Options, view: Any) -> None:
+    from sglang_sm120.hooks import nccl
+    from sglang_sm120.nccl.config import NcclConfigError
+    from sglang_sm120.nccl.environment import EnvironmentRefused
+
+    sub_groups = max(view.ep_size, view.dp_size, getattr(view, "attn_dp_size", 1) or 1) > 1
+    try:
+        effective = nccl.check_environment(options, view.tp_size, sub_groups)
+    except (EnvironmentRefused, NcclConfigError) as error:
+        _refuse_launch(server_args, error)
+    nccl.log_environment(effective)
+    # Spawned ranks inherit the environment; ranks that some other launcher starts get it from the arguments.
+    server_args._sm120_nccl = {e.name: e.value for e in effective if e.origin != "default"}
+
+
+def _refuse_launch(server_args: Any, error: Exception) -> NoReturn:
     text = str(error) if str(error).startswith("sglang-sm120: ") else f"sglang-sm120: {error}"
-    if getattr(server_args, "_sm120_from_command_line", False):
+    if _from_command_line(server_args):
         raise SystemExit(text) from None
     raise type(error)(text) from None
+
+
+def _from_command_line(server_args: Any) -> bool:
+    if PLUGIN_ARGS.offered:
+        return not str(server_args.launch_command or "Engine(").startswith("Engine(")
+    return getattr(server_args, "_sm120_from_command_line", False)
 
 
 def on_publish(result: Any, server_args: Any, *, role: str, **_: Any) -> None:
@@ -162,6 +205,7 @@ PART = Part(
             ),
             HookType.AFTER,
             add_cli_args,
+            PLUGIN_ARGS,
         ),
         Binding(
             Target(
@@ -171,6 +215,7 @@ PART = Part(
             ),
             HookType.AFTER,
             from_cli_args,
+            PLUGIN_ARGS,
         ),
         Binding(
             Target(

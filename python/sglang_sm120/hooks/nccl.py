@@ -1,0 +1,192 @@
+"""Compact NCCL: settings per communicator by its group's name, and a checked environment.
+
+Only the groups that SGLang makes through `init_model_parallel_group` are touched. Its extra communicators for KV
+transfers set a CTA policy of their own and stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.device_communicators.pynccl_wrapper import (
+    NCCL_CONFIG_UNDEF_INT,
+    ncclConfig_t,
+)
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_sm120.fabric.source import Live
+from sglang_sm120.fabric.topology import discover
+from sglang_sm120.fabric.versions import nccl_build, nccl_library
+from sglang_sm120.hooks import session as sessions
+from sglang_sm120.hooks.all_reduce import current_group
+from sglang_sm120.hooks.contract import Binding, Part, Target
+from sglang_sm120.nccl.config import ConfigValue, config_for
+from sglang_sm120.nccl.environment import Effective, apply, check, settings, table
+from sglang_sm120.options import Options
+
+logger = logging.getLogger("sglang_sm120")
+
+# Our field -> field of ncclConfig_t.
+_STRUCT_FIELDS = {
+    "min_ctas": "minCTAs",
+    "max_ctas": "maxCTAs",
+    "cga_cluster_size": "cgaClusterSize",
+    "comm_name": "commName",
+    "graph_usage_mode": "graphUsageMode",
+}
+
+
+def overrides_of(options: Options) -> dict[str, dict[str, ConfigValue]]:
+    """The user's settings by group; {} when none were given."""
+    return msgspec.json.decode(options.nccl_config or "{}")
+
+
+def torch_options(original: Callable[..., Any], group_name: str | None = None) -> Any:
+    """Around `get_torch_distributed_pg_options`: a fresh options object for an NCCL group, else SGLang's answer."""
+    given = original(group_name)
+    session = sessions.current()
+    if given is not None or session.device != "cuda" or not torch.distributed.is_nccl_available():
+        return given
+    version = ".".join(str(part) for part in torch.cuda.nccl.version())
+    made = torch.distributed.ProcessGroupNCCL.Options()
+    wanted = config_for(
+        group_name or "world", overrides=overrides_of(session.options), nccl_version=version
+    )
+    for field, value in wanted.items():
+        if hasattr(made.config, field):
+            setattr(made.config, field, value)
+    # torch warns when the options' timeout differs from the one SGLang passes beside them.
+    if group_name and parallel_state._MODEL_PARALLEL_GROUP_TIMEOUT is not None:
+        made._timeout = parallel_state._MODEL_PARALLEL_GROUP_TIMEOUT
+    return made
+
+
+def init_rank(
+    original: Callable[..., Any], self: Any, world_size: int, unique_id: Any, rank: int
+) -> Any:
+    """Around `NCCLLibrary.ncclCommInitRank`: the call with a config, for a group that has a name."""
+    if not current_group():
+        return original(self, world_size, unique_id, rank)
+    # The hook on the other method fills the config in.
+    return self.ncclCommInitRankConfig(world_size, unique_id, rank, ncclConfig_t.create())
+
+
+def init_rank_config(
+    original: Callable[..., Any],
+    self: Any,
+    world_size: int,
+    unique_id: Any,
+    rank: int,
+    config: Any = None,
+) -> Any:
+    """Around `NCCLLibrary.ncclCommInitRankConfig`: set what the caller left open."""
+    name = current_group()
+    own_policy = config is not None and config.CTAPolicy != NCCL_CONFIG_UNDEF_INT
+    if not name or own_policy:
+        return original(self, world_size, unique_id, rank, config)
+    config = ncclConfig_t.create() if config is None else config
+    wanted = config_for(
+        name,
+        captured=True,
+        world=world_size,
+        overrides=overrides_of(sessions.current().options),
+        nccl_version=self.ncclGetVersion(),
+    )
+    for field, value in wanted.items():
+        struct_field = _STRUCT_FIELDS[field]
+        if isinstance(value, str):
+            if getattr(config, struct_field) is None:
+                setattr(config, struct_field, value.encode())
+        elif getattr(config, struct_field) == NCCL_CONFIG_UNDEF_INT:
+            setattr(config, struct_field, value)
+    return original(self, world_size, unique_id, rank, config)
+
+
+def check_environment(options: Options, world: int, sub_groups: bool) -> list[Effective]:
+    """Put NCCL's environment in order; the launcher calls it before it spawns ranks, which inherit the result.
+
+    Args:
+        world: ranks of the tensor-parallel group.
+        sub_groups: whether the server makes groups smaller than that.
+
+    Raises:
+        EnvironmentRefused: a variable cannot work; the text lists all of them.
+        NcclConfigError: `--sm120-nccl-config` has a setting that NCCL does not take.
+    """
+    overrides = overrides_of(options)
+    for group in overrides:
+        config_for("tp" if group == "*" else group, overrides=overrides)
+    library = nccl_library()
+    version, cuda = nccl_build(library) if library else ("", "")
+    findings = check(
+        os.environ, nccl_version=version, nccl_cuda=cuda, world=world, sub_groups=sub_groups
+    )
+    for finding in findings:
+        logger.warning("sglang-sm120: %s", finding.sentence())
+    pcie_only = discover(Live()).pcie_only
+    return apply(os.environ, settings(os.environ, pcie_only=pcie_only), findings)
+
+
+def log_environment(effective: list[Effective]) -> None:
+    """The variables in force, as a table in the log."""
+    console = Console(width=120, no_color=True)
+    with console.capture() as shown:
+        console.print(table(effective))
+    logger.info("\n%s", shown.get().rstrip())
+
+
+def restore_environment(*args: Any, **kwargs: Any) -> None:
+    """Before `init_parallel_runtime`: NCCL reads its environment once, and a worker may not have inherited it."""
+    handed_down: Mapping[str, str] = getattr(kwargs["server_args"], "_sm120_nccl", {})
+    for name, value in handed_down.items():
+        os.environ[name] = value
+
+
+PART = Part(
+    "nccl",
+    (
+        Binding(
+            Target(
+                "sglang.srt.distributed.parallel_state.get_torch_distributed_pg_options",
+                "(group_name=...)",
+                "sizes PyTorch's NCCL communicator of each group",
+            ),
+            HookType.AROUND,
+            torch_options,
+        ),
+        Binding(
+            Target(
+                "sglang.srt.distributed.device_communicators.pynccl_wrapper.NCCLLibrary.ncclCommInitRank",
+                "(self, world_size, unique_id, rank)",
+                "gives SGLang's own NCCL communicator a config",
+            ),
+            HookType.AROUND,
+            init_rank,
+        ),
+        Binding(
+            Target(
+                "sglang.srt.distributed.device_communicators.pynccl_wrapper.NCCLLibrary.ncclCommInitRankConfig",
+                "(self, world_size, unique_id, rank, config=...)",
+                "sizes SGLang's own NCCL communicator of each group",
+            ),
+            HookType.AROUND,
+            init_rank_config,
+        ),
+        Binding(
+            Target(
+                "sglang.srt.distributed.bootstrap.init_parallel_runtime",
+                "(*, server_args, device, dist_port)",
+                "restores the checked NCCL environment before the first communicator",
+            ),
+            HookType.BEFORE,
+            restore_environment,
+        ),
+    ),
+)
