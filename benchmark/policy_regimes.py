@@ -252,7 +252,6 @@ def run_ours(
     model = CostModel(regime.machine.warm_up())
     policy = DraftLengthPolicy(CANDIDATES, INITIAL, model.table, config)
     policy.set_cuda_graph_bs(list(WARM_BATCHES))
-    policy.install(load_table(model.snapshot()))
     sent: list[tuple[int, bytes]] = []
 
     def on_pass(steps: int, batch: int, ms: float) -> None:

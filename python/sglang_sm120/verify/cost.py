@@ -80,6 +80,10 @@ class CostTable(msgspec.Struct, array_like=True):
     cells: list[Cell]
     level: float = 1.0
 
+    def copy(self) -> CostTable:
+        """An independent table: the model goes on changing its own."""
+        return load_table(msgspec.msgpack.encode(self))
+
     def _row(self, steps: int) -> list[Cell]:
         return [cell for cell in self.cells if cell.steps == steps]
 
@@ -153,12 +157,15 @@ class CostModel:
     Args:
         timings: warm-up timings, any order, at least one.
         smoothing: weight of a new pass in its cell.
+        guessed: the timings are only proportions (see `guess`): the first passes set the scale of all.
 
     Raises:
         ValueError: no timings, a non-positive pass, or a shape given twice.
     """
 
-    def __init__(self, timings: Iterable[StageTimes], *, smoothing: float = 0.12) -> None:
+    def __init__(
+        self, timings: Iterable[StageTimes], *, smoothing: float = 0.12, guessed: bool = False
+    ) -> None:
         self.timings = sorted(_with_cold(timings), key=lambda t: (t.steps, t.batch))
         if not self.timings:
             raise ValueError("the cost model needs at least one warm-up timing")
@@ -172,6 +179,7 @@ class CostModel:
             cells.append(Cell(time.steps, time.batch, time.pass_ms - stretch, stretch))
         self.table = CostTable(cells)
         self._smoothing = smoothing
+        self._guessed = guessed
         self._recent: dict[tuple[int, int], deque[float]] = {}
         self.passes = 0
         self.rejected = 0
@@ -215,7 +223,7 @@ class CostModel:
         before = cell.level * (self.table.level / cell.level_then)
         level = max(0.05, (pass_ms - cell.fixed_ms) / cell.stretch_ms)
         cell.level = before + max(self._smoothing, 1.0 / (cell.weight + 1.0)) * (level - before)
-        if steady:
+        if steady or (self._guessed and self.passes <= FRESH):
             self.table.level *= cell.level / before
         cell.level_then = self.table.level
         cell.last = self.passes
@@ -224,6 +232,27 @@ class CostModel:
     def snapshot(self) -> bytes:
         """The table as msgpack, to be sent to the other ranks."""
         return msgspec.msgpack.encode(self.table)
+
+
+def guess(candidates: Iterable[int], batches: Iterable[int]) -> list[StageTimes]:
+    """Proportions for a machine that was not timed: a draft costs 6 % of a plain step, so does
+    draft-extend, and a row more in the verify pass 3 %. The scale is arbitrary; see `CostModel.guessed`.
+    """
+    out = []
+    steps_list = sorted(set(candidates))
+    for batch in sorted(set(batches)):
+        plain = 10.0 * (1.0 + 0.03 * batch)
+        for steps in steps_list:
+            out.append(
+                StageTimes(
+                    steps=steps,
+                    batch=batch,
+                    draft_ms=0.6 * max(0, steps - 1),
+                    verify_ms=plain + 0.3 * batch * steps,
+                    extend_ms=0.6,
+                )
+            )
+    return out
 
 
 def load_table(data: bytes) -> CostTable:

@@ -31,6 +31,7 @@ class PolicyConfig:
         explore: share of serving time that probes may lose.
         purse: most probing time that can be saved up, in passes.
         spread: standard errors of optimism about what was not observed lately.
+        first_decision: passes before the first decision, while costs are only guessed.
         probe_tokens: observations a probe gathers, in requests x passes.
         cold: at 0 steps, also leave out the draft-extend pass. The drafter's cache then has a hole,
             so drafting is resumed after `rewarm` passes with draft-extend.
@@ -46,6 +47,7 @@ class PolicyConfig:
     explore: float = 0.008
     purse: float = 20.0
     spread: float = 1.0
+    first_decision: int = 0
     probe_tokens: int = 6
     cold: bool = True
     rewarm: int = 16
@@ -92,7 +94,8 @@ class DraftLengthPolicy:
                 f"initial steps {initial_steps} are not among the candidates {self._candidates}"
             )
         self.config = config or PolicyConfig()
-        self.table = table
+        # A copy: a live model changes its table by this rank's clock, which no decision may see.
+        self.table = table.copy()
         self.initial_steps = initial_steps
         self.acceptance = AcceptanceEstimator(max(1, self._candidates[-1]))
         self._graph_batches: list[int] | None = None
@@ -169,7 +172,7 @@ class DraftLengthPolicy:
             bytes((steps & 255, *(n & 255 for n in num_correct_drafts_per_req))), self._digest
         )
         self._earn(steps, bucket_key)
-        if self.passes % self.config.interval == 0:
+        if self.passes >= self.config.first_decision and self.passes % self.config.interval == 0:
             self._decide(bucket_key)
         return None
 
@@ -177,7 +180,7 @@ class DraftLengthPolicy:
 
     def install(self, table: CostTable) -> None:
         """Replace the cost table; every rank must do so after the same number of passes."""
-        self.table = table
+        self.table = table.copy()
 
     @property
     def digest(self) -> int:
@@ -188,6 +191,10 @@ class DraftLengthPolicy:
     def skips_draft_extend(self) -> bool:
         """Whether the pass that was asked for last is to leave out draft-extend."""
         return self._cold
+
+    def chosen(self, batch: int) -> int:
+        """The step count settled on for a captured batch size, probes aside."""
+        return self._bucket(batch).steps
 
     def padded(self, batch_size: int) -> int:
         """The captured batch size a batch runs at; without graphs the next power of two."""
