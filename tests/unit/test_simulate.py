@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+from sglang_sm120.comm.schedule import describe, moves
 from sglang_sm120.fabric import machine as described
-from sglang_sm120.fabric import rivals, simulate
+from sglang_sm120.fabric import rivals, simulate, simulate_machine, simulate_own
 from sglang_sm120.fabric.flows import shares
 from sglang_sm120.fabric.machine import Machine
 from sglang_sm120.fabric.simulate_engine import Network, SimulationError, Transfer, run
+from sglang_sm120.fabric.simulate_published import published_machine
+from sglang_sm120.fabric.source import Saved
+from sglang_sm120.fabric.topology import discover
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "machines"
 
 
 def tree(
@@ -159,3 +166,108 @@ def test_sixteen_gpus_and_64_rows_in_a_second(method: str) -> None:
     start = time.process_time()
     simulate.rival(box, method, 64 * 7168 * 2)
     assert time.process_time() - start < 1.0
+
+
+# --- the plugin's own schedules --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", simulate.own_names())
+@pytest.mark.parametrize("shape", [(1, 2), (1, 3), (3, 1), (2, 3), (2, 4), (4, 2)])
+def test_own_schedules_move_what_core_says(schedule: str, shape: tuple[int, int]) -> None:
+    """Bytes per edge in the simulation are those of `comm.schedule`."""
+    world = shape[0] * shape[1]
+    box = tree(*shape)
+    for islands in simulate_own.partitions(box, range(world)):
+        said = describe(schedule, world=world, rows=4, hidden=7168, islands=islands)
+        call = simulate_own.build(schedule, islands, 4, 7168)
+        moved: dict[tuple[int, int], int] = {}
+        for t in call.transfers:
+            moved[t.source, t.target] = moved.get((t.source, t.target), 0) + t.nbytes
+        assert moved == said.edges
+        assert max(t.hop for t in call.transfers) == said.hops - 1
+        done = run(Network(box), call.transfers)
+        starts = [h.start_us for h in done.hops]
+        assert starts == sorted(starts)
+        assert done.total_us > said.hops * 0.6
+
+
+def test_a_hop_waits_only_for_its_own_tiles() -> None:
+    """Two tiles of two owners: a slow push of one tile must not hold back the other's gather."""
+    stores = moves("two_shot", world=2, rows=1, hidden=512)
+    call = simulate_own.transfers_of(stores, tiles=2)
+    gathers = [i for i, t in enumerate(call) if t.hop == 1]
+    for i in gathers:
+        assert len(call[i].after) == 1
+        before = call[call[i].after[0]]
+        assert (before.source, before.target) == (call[i].target, call[i].source)
+
+
+def test_large_messages_are_fewer_tiles_with_more_bytes() -> None:
+    islands = ((0, 1, 2, 3), (4, 5, 6, 7))
+    exact = describe("island_dataflow", world=8, rows=64, hidden=7168, islands=islands)
+    call = simulate_own.build("island_dataflow", islands, 64, 7168)
+    assert sum(t.nbytes for t in call.transfers) == pytest.approx(
+        sum(exact.edges.values()), rel=0.01
+    )
+    assert len(call.transfers) < 1000
+
+
+def test_dataflow_crosses_the_boundary_once_and_wins() -> None:
+    box = tree(2, 4)
+    nbytes = 4 * 7168 * 2
+    got = {n: simulate.own(box, n, 4, 7168) for n in ("one_shot", "two_shot", "island_dataflow")}
+    crossed = {
+        n: next(u.nbytes for u in e.links if u.link == "sw0 up") / nbytes for n, e in got.items()
+    }
+    assert crossed["one_shot"] == pytest.approx(16)
+    assert crossed["two_shot"] == pytest.approx(4)
+    assert crossed["island_dataflow"] == pytest.approx(1)
+    assert simulate.own_best(box, 4, 7168).method in ("island_dataflow", "island_ring")
+
+
+def test_more_peers_than_cuda_maps_are_refused() -> None:
+    box = tree(4, 4)
+    with pytest.raises(SimulationError, match="store to 15 peers, CUDA maps 8"):
+        simulate.own(box, "two_shot", 4, 7168)
+    assert simulate.own_best(box, 4, 7168).method.startswith("island")
+    with pytest.raises(SimulationError, match="no such schedule"):
+        simulate.own(box, "carrier-pigeon", 4, 7168)
+
+
+def test_ring_order_avoids_the_collapse() -> None:
+    """Two GPUs per switch, two switches per socket: writes collapse when a switch writes to two roots."""
+    box = published_machine("dual-socket-virtual-switches")
+    large = {n: simulate.own(box, n, 64, 7168).total_us for n in ("one_shot", "island_ring")}
+    assert large["one_shot"] > 20 * large["island_ring"]
+    assert simulate.own_best(box, 64, 7168).method == "island_ring"
+    assert (
+        simulate.own_best(simulate.healthy(box), 64, 7168).total_us <= large["island_ring"] * 1.01
+    )
+
+
+def test_without_peer_access_only_the_mailbox_is_left() -> None:
+    box = described.load(FIXTURES / "geforce-no-p2p" / "fabric.toml")
+    assert simulate.own_best(box, 4, 7168).method == "mailbox"
+    with pytest.raises(SimulationError, match="no peer access between"):
+        simulate.own(box, "one_shot", 4, 7168)
+    mailbox = simulate.own(box, "mailbox", 1, 256)
+    # Two hops through pinned host memory at least.
+    assert mailbox.total_us - mailbox.fixed_us > 2 * box.host.mailbox_latency_us
+
+
+@pytest.mark.parametrize("folder", sorted(p.name for p in FIXTURES.iterdir()))
+def test_every_fixture_simulates_from_figures_and_from_its_tree(folder: str) -> None:
+    figures = simulate_machine.read(FIXTURES / folder)
+    tree_only = simulate_machine.from_topology(discover(Saved(FIXTURES / folder)), folder)
+    assert (tree_only.world, tree_only.islands()) == (figures.world, figures.islands())
+    healthy = [simulate.healthy(m) for m in (figures, tree_only)]
+    a, b = (simulate.rival(m, "nccl", 57344).total_us for m in healthy)
+    assert a == pytest.approx(b, rel=0.15)
+    assert simulate.own_best(figures, 4, 7168).total_us > 0
+
+
+def test_one_of_ours_at_16_gpus_and_64_rows_in_a_second() -> None:
+    box = tree(4, 4)
+    start = time.process_time()
+    simulate.own_best(box, 64, 7168)
+    assert time.process_time() - start < 3.0  # three schedules and two partitions

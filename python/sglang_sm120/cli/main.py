@@ -9,6 +9,7 @@ import typer
 
 # command -> (module, help). A module defines `app` (typer.Typer) or `command` (a function).
 COMMANDS: dict[str, tuple[str, str]] = {
+    "simulate": ("simulate", "Latency of collectives on a described PCIe machine, simulated."),
     "demo": ("demo", "Serve a tiny model three times on this CPU and compare every token and sum."),
     "drafter": ("drafter", "Check, remap or measure an EAGLE-3 drafter."),
     "doctor": (

@@ -14,9 +14,30 @@ from functools import lru_cache
 
 import msgspec
 
-from sglang_sm120.fabric import rivals
+from sglang_sm120.fabric import rivals, simulate_own
 from sglang_sm120.fabric.machine import Machine
-from sglang_sm120.fabric.simulate_engine import HopTime, LinkUse, Network, run
+from sglang_sm120.fabric.simulate_engine import (
+    HopTime,
+    LinkUse,
+    Network,
+    SimulationError,
+    run,
+)
+from sglang_sm120.fabric.simulate_own import COSTS, Costs
+
+__all__ = [
+    "Estimate",
+    "SimulationError",
+    "any_method",
+    "applicable",
+    "estimate",
+    "healthy",
+    "methods",
+    "own",
+    "own_best",
+    "own_names",
+    "rival",
+]
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -44,8 +65,9 @@ class Estimate(msgspec.Struct, frozen=True):
         return self.links[0] if self.links else None
 
 
-# Machines are mutable structs without a hash, so networks are kept by identity.
+# Machines are mutable structs without a hash, so what is made from them is kept by identity.
 _NETWORKS: dict[tuple[int, tuple[int, ...], float, float], tuple[Machine, Network]] = {}
+_MAILBOXES: dict[int, tuple[Machine, Machine]] = {}
 
 
 def network_of(
@@ -112,7 +134,110 @@ def rival(
     return min(tries, key=lambda e: e.total_us)
 
 
+def healthy(machine: Machine) -> Machine:
+    """The same tree with peer access everywhere and without collapse rules and faults."""
+    return msgspec.structs.replace(machine, collapse=(), faults=(), no_p2p=())
+
+
 @lru_cache(maxsize=1)
 def methods() -> tuple[str, ...]:
     """Names of all rival models."""
     return ("nccl", *rivals.RIVALS)
+
+
+def own_names() -> tuple[str, ...]:
+    """Names of the plugin's schedules."""
+    return simulate_own.names()
+
+
+def own(
+    machine: Machine,
+    schedule: str,
+    rows: int,
+    hidden: int,
+    ranks: Sequence[int] | None = None,
+    costs: Costs = COSTS,
+) -> Estimate:
+    """Latency of one of the plugin's schedules for all-reduce + residual + RMSNorm of [rows, hidden] bf16.
+
+    Of the partitions into islands that the tree suggests (by switch, root port or socket) the fastest is taken; the
+    estimate's `label` names it.
+
+    Raises:
+        SimulationError: the schedule does not exist or cannot serve this machine; the text says why.
+    """
+    taking = tuple(range(machine.world) if ranks is None else ranks)
+    tries: list[Estimate] = []
+    reasons: list[str] = []
+    box = _mailbox(machine) if schedule == "mailbox" else machine
+    flat = (tuple(range(len(taking))),)
+    islands = schedule.startswith("island") or schedule == "mailbox"
+    for partition in simulate_own.partitions(machine, taking) if islands else (flat,):
+        reason = simulate_own.refusal(machine, schedule, taking, partition)
+        if reason:
+            reasons.append(reason)
+            continue
+        call = simulate_own.build(schedule, partition, rows, hidden, costs)
+        tries.append(estimate(box, call, rows * hidden * 2, schedule, taking))
+    if not tries:
+        raise SimulationError(f"{schedule} on {machine.name}: {reasons[0]}")
+    return min(tries, key=lambda e: e.total_us)
+
+
+def _mailbox(machine: Machine) -> Machine:
+    kept = _MAILBOXES.get(id(machine))
+    if kept is None or kept[0] is not machine:
+        kept = _MAILBOXES[id(machine)] = (machine, simulate_own.mailbox_machine(machine))
+    return kept[1]
+
+
+def own_best(
+    machine: Machine,
+    rows: int,
+    hidden: int,
+    ranks: Sequence[int] | None = None,
+    costs: Costs = COSTS,
+) -> Estimate:
+    """The fastest of the plugin's schedules that can serve this machine."""
+    taking = tuple(range(machine.world) if ranks is None else ranks)
+    tries = []
+    for name in own_names():
+        try:
+            tries.append(own(machine, name, rows, hidden, taking, costs))
+        except SimulationError:
+            continue
+    if not tries:
+        raise SimulationError(f"{machine.name}: none of the plugin's schedules can serve it")
+    return min(tries, key=lambda e: e.total_us)
+
+
+def applicable(machine: Machine, ranks: Sequence[int]) -> tuple[str, ...]:
+    """Own schedules and rivals that make sense on this machine, for a table of all."""
+    options = simulate_own.partitions(machine, ranks)
+    mine = [
+        n
+        for n in own_names()
+        if not all(simulate_own.refusal(machine, n, ranks, islands) for islands in options)
+    ]
+    islands = rivals.islands_of(machine, ranks)
+    theirs = ["nccl-ll", "nccl-simple", "one-shot-push", "one-shot-pull", "staged-push"]
+    if len(islands) > 1:
+        theirs += ["island-pull", "leader-pull"]
+    return (*mine, *theirs)
+
+
+def any_method(
+    machine: Machine, method: str, rows: int, hidden: int, ranks: Sequence[int]
+) -> Estimate:
+    """An own schedule or a rival, by name.
+
+    Raises:
+        SimulationError: no such schedule, or it cannot serve this machine.
+    """
+    if method in own_names():
+        return own(machine, method, rows, hidden, ranks)
+    if method not in methods():
+        raise SimulationError(
+            f"no schedule {method!r}: own are {', '.join(own_names())}; rivals {', '.join(methods())}"
+        )
+    return rival(machine, method, rows * hidden * 2, ranks)

@@ -24,7 +24,7 @@ def size_text(nbytes: int) -> str:
 
 def latency_table(machine: Machine, sweep: Sweep, headers: Sequence[str]) -> Table:
     """Microseconds per method and size; the fastest of a size is bold."""
-    out = Table(title=f"Simulated all-reduce latency (us): {machine.title}")
+    out = Table(title="Simulated latency (us)", title_justify="left", caption=machine.title)
     out.add_column("schedule")
     for header in headers:
         out.add_column(header, justify="right")
@@ -42,7 +42,7 @@ def latency_table(machine: Machine, sweep: Sweep, headers: Sequence[str]) -> Tab
 
 def busiest_table(sweep: Sweep, headers: Sequence[str]) -> Table:
     """For each method and size, the link direction needed longest and the share of the time it was needed."""
-    out = Table(title="Busiest link direction, and the share of the call it is needed at full rate")
+    out = Table(title="Busiest link: share of the call at full rate", title_justify="left")
     out.add_column("schedule")
     for header in headers:
         out.add_column(header, justify="right")
