@@ -19,6 +19,8 @@ GROUP_HELP = (
     "sglang-sm120: fused collectives for GPUs that talk over PCIe only. "
     "Nothing changes without --enable-sm120-fusion."
 )
+# Where a newer SGLang with its own --enable-sm120-fusion keeps the flag.
+BUILT_IN_ENABLED = "enable_sm120_fusion"
 # Carries the launcher's resolved options to children that do not receive its ServerArgs object.
 CONFIG_ENV = "SGLANG_SM120_CONFIG"
 
@@ -311,9 +313,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     if DECLARED[0].option.flag in parser._option_string_actions:
         return
-    group = parser.add_argument_group(GROUP_TITLE, GROUP_HELP)
+    fill_group(parser.add_argument_group(GROUP_TITLE, GROUP_HELP))
+
+
+def fill_group(group: argparse._ArgumentGroup) -> None:
+    """Add the flags to a group; leave out one that SGLang has itself."""
     for item in DECLARED:
         option = item.option
+        if option.flag in group._option_string_actions:
+            continue
         note = f"{option.help} Environment: {option.env}."
         if item.type is bool:
             group.add_argument(option.flag, dest=_dest(item), action="store_true", default=None, help=note)  # fmt: skip
@@ -343,6 +351,8 @@ def from_namespace(
     values = _environment_values(os.environ if environ is None else environ)
     for item in DECLARED:
         given = getattr(namespace, _dest(item), None)
+        if item.name == "enabled" and getattr(namespace, BUILT_IN_ENABLED, False):
+            given = True
         if given is not None:
             values[item.name] = item.parse(given, item.option.flag)
     return Options(**values)

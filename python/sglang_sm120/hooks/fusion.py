@@ -28,7 +28,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel
 
 from sglang_sm120.hooks.adapter import Sm120AllReduce
 from sglang_sm120.hooks.census import CENSUS, Sum
-from sglang_sm120.hooks.contract import Binding, Part, Target
+from sglang_sm120.hooks.contract import Binding, Part, Seam, Target, lookup
 
 
 class FusedBoundary:
@@ -144,25 +144,49 @@ def _same_form(partial: torch.Tensor, residual: torch.Tensor) -> bool:
     return partial.shape == residual.shape and partial.dtype == residual.dtype
 
 
+class Provider:
+    """Our candidates per stage, in the form of SGLang's registry of all-reduce fusions."""
+
+    def attn_input_fusions(self, plan: Any, read: Any = None) -> tuple[Any, ...]:
+        return (FusedBoundary(plan).attention_input,) if is_plain_rms_norm(plan.norm) else ()
+
+    def ffn_input_fusions(self, plan: Any) -> tuple[Any, ...]:
+        sharded = TokenAxis.ATTN_TP in plan.incoming_residual_rows.sharded
+        if sharded or not is_plain_rms_norm(plan.norm):
+            return ()
+        boundary = FusedBoundary(plan)
+        return (
+            FfnInputFusion(
+                completes=SumGroup.ATTN_TP,
+                run=boundary.ffn_input,
+                preserves_residual=boundary.preserves_residual,
+            ),
+        )
+
+
+PROVIDER = Provider()
+
+
 def add_attention_candidate(result: tuple[Any, ...], plan: Any, *_: Any, **__: Any) -> Any:
     """After `attn_input_fusions`: our candidate first."""
-    if not is_plain_rms_norm(plan.norm):
-        return None
-    return (FusedBoundary(plan).attention_input, *result)
+    return (*PROVIDER.attn_input_fusions(plan), *result)
 
 
 def add_ffn_candidate(result: tuple[Any, ...], plan: Any) -> Any:
     """After `ffn_input_fusions`: our candidate first."""
-    if not is_plain_rms_norm(plan.norm) or TokenAxis.ATTN_TP in plan.incoming_residual_rows.sharded:
-        return None
-    boundary = FusedBoundary(plan)
-    candidate = FfnInputFusion(
-        completes=SumGroup.ATTN_TP,
-        run=boundary.ffn_input,
-        preserves_residual=boundary.preserves_residual,
-    )
-    return (candidate, *result)
+    return (*PROVIDER.ffn_input_fusions(plan), *result)
 
+
+def register_provider() -> None:
+    """Offer the candidates where SGLang has a registry for them, in front of its own kernels."""
+    register: Any = lookup(REGISTRY.path)
+    register("sm120", PROVIDER, priority=100)
+
+
+REGISTRY = Seam(
+    "sglang.srt.layers.layer_boundary.fusions.registry.register_allreduce_fusion",
+    register_provider,
+)
 
 PART = Part(
     "fusion",
@@ -175,6 +199,7 @@ PART = Part(
             ),
             HookType.AFTER,
             add_attention_candidate,
+            REGISTRY,
         ),
         Binding(
             Target(
@@ -184,6 +209,7 @@ PART = Part(
             ),
             HookType.AFTER,
             add_ffn_candidate,
+            REGISTRY,
         ),
     ),
 )

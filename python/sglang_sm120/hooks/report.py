@@ -12,7 +12,7 @@ from rich.table import Table
 
 from sglang_sm120.hooks import contract
 
-_STYLE = {"ready": "green", "hooked": "cyan", "changed": "red", "missing": "red"}
+_STYLE = {"ready": "green", "hooked": "cyan", "seam": "green", "changed": "red", "missing": "red"}
 
 
 def table(found: list[contract.Finding]) -> Table:
@@ -26,7 +26,9 @@ def table(found: list[contract.Finding]) -> Table:
     for f in found:
         where = f"{f.target.path}\n{f.target.signature}"
         state = f"[{_STYLE[f.state]}]{f.state}[/]"
-        if not f.fits:
+        if f.state == "seam":
+            state += f"\nnot patched: SGLang has {f.detail}"
+        elif not f.fits:
             state += f"\n{f.found or f.detail}"
         out.add_row(f.part, where, f.target.why, state)
     return out
