@@ -1,0 +1,151 @@
+"""All-reduce, and all-reduce + residual + RMSNorm: our kernels and the rivals, one run, several processes on one GPU.
+
+    python benchmark/allreduce.py --worlds 2,4 --rows 1,8,64 --json out.json
+
+Under MPS with CUDA IPC this measures launch, polling and L2 traffic, not PCIe; on a machine with a GPU per rank the
+same program measures the machine. Times are microseconds per call in CUDA graphs of 20 calls: median over replays of
+the maximum over ranks, contenders in A-B-B-A order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+HERE = Path(__file__).resolve().parent
+WORKER = HERE / "allreduce_worker.py"
+
+
+@contextlib.contextmanager
+def mps() -> Iterator[dict[str, str]]:
+    """An MPS server of our own, so that the ranks' kernels run at the same time; its environment."""
+    with tempfile.TemporaryDirectory() as pipe, tempfile.TemporaryDirectory() as log:
+        env = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_MPS_LOG_DIRECTORY": log}
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], env=env, check=True)
+        time.sleep(1.0)
+        try:
+            yield env
+        finally:
+            with contextlib.suppress(subprocess.SubprocessError):
+                subprocess.run(
+                    ["nvidia-cuda-mps-control"], input=b"quit\n", env=env, timeout=10, check=False
+                )
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def run_world(
+    world: int, arguments: list[str], env: dict[str, str], seconds: float
+) -> list[dict[str, Any]]:
+    """One set of ranks; the results that rank 0 printed, also when a rank hangs or dies."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), str(world), str(port), *arguments],
+            env=env, stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            stderr=subprocess.PIPE if rank == 0 else subprocess.DEVNULL, text=True, start_new_session=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        out, err = ranks[0].communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        for process in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        out, err = ranks[0].communicate()
+        err += f"\nworld {world}: killed after {seconds:.0f} s"
+    for process in ranks[1:]:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=15)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    if "RESULT" not in out or '"done"' not in out:
+        print(err[-3000:], file=sys.stderr)
+    return [
+        {"world": world, **json.loads(line[7:])}
+        for line in out.splitlines()
+        if line.startswith("RESULT ")
+    ]
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Per world, operation and shape: every contender's time, and ours over the best rival's."""
+    finals = [r for r in results if r["kind"] == "final"]
+    names = list(dict.fromkeys(r["contender"] for r in finals))
+    rivals = [n for n in names if not n.startswith(("native", "mailbox"))]
+    lines = [
+        f"{'world':>5} {'op':>5} {'hidden':>6} {'rows':>4} "
+        + " ".join(f"{n:>11}" for n in names)
+        + "  ratio"
+    ]
+    keys = list(dict.fromkeys((r["world"], r["op"], r["hidden"], r["rows"]) for r in finals))
+    for key in sorted(keys):
+        row = {
+            r["contender"]: r
+            for r in finals
+            if (r["world"], r["op"], r["hidden"], r["rows"]) == key
+        }
+        ours = [row[n]["us"] for n in ("native", "mailbox") if n in row]
+        theirs = [row[n]["us"] for n in rivals if n in row]
+        ratio = f"{min(ours) / min(theirs):6.2f}" if ours and theirs else "     -"
+        shown = " ".join(f"{row[n]['us']:11.2f}" if n in row else f"{'-':>11}" for n in names)
+        lines.append(f"{key[0]:>5} {key[1]:>5} {key[2]:>6} {key[3]:>4} {shown} {ratio}")
+    return "\n".join(lines)
+
+
+def main(
+    worlds: Annotated[str, typer.Option(help="Numbers of ranks, each a run.")] = "2,4,8",
+    rows: Annotated[str, typer.Option(help="Rows of the tensors.")] = "1,2,4,8,16,32,64",
+    hidden: Annotated[str, typer.Option(help="Elements per row.")] = "7168,6144",
+    contenders: Annotated[str, typer.Option(help="native, mailbox, pcie_ipc, trtllm, nccl.")] = "native,pcie_ipc,trtllm",
+    sweep: Annotated[bool, typer.Option(help="Also time our kernels in many spreads.")] = False,
+    screen: Annotated[bool, typer.Option(help="Keep every timed way of ours in the JSON.")] = False,
+    seconds: Annotated[float, typer.Option(help="Bound for one world.")] = 150.0,
+    replays: Annotated[int, typer.Option(help="Graph replays per measurement.")] = 40,
+    capacity: Annotated[int, typer.Option(help="Bytes of the largest message.")] = 1 << 20,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Where the results go.")] = None,
+) -> None:  # fmt: skip
+    """Time all-reduce and its fusion against the rivals that can run here."""
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        raise SystemExit(
+            "nvidia-cuda-mps-control is not on PATH: several ranks on one GPU need MPS"
+        )
+    arguments = [
+        "--rows", rows, "--hidden", hidden, "--contenders", contenders, "--replays", str(replays),
+        "--capacity", str(capacity), "--seconds", str(seconds * 0.8),
+    ] + ["--sweep"] * sweep + ["--screen"] * screen  # fmt: skip
+    results: list[dict[str, Any]] = []
+    for world in map(int, worlds.split(",")):
+        with mps() as env:
+            results += run_world(world, arguments, env, seconds)
+    for r in results:
+        if r["kind"] not in ("final", "screen"):
+            print(r)
+    print(
+        "\none GPU, several processes under MPS, CUDA IPC, graphs of 20 calls, us per call (max over ranks)"
+    )
+    print(table(results))
+    if json_path is not None:
+        json_path.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,266 @@
+"""Who takes part in benchmark/allreduce.py: our kernels and the rivals, each as a maker of calls.
+
+A contender, given the inputs of one shape, returns the ways it can serve it: a name and a function that issues one
+call on the current stream. Every way is checked against the scalar sum before it is timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Exchange = Callable[[Any], list[Any]]
+HIDDEN_MAX, ROWS_MAX = 7168, 64
+EPS = 1e-6
+
+
+@dataclass
+class Inputs:
+    """One shape on one rank: this rank's part, and what all ranks share."""
+
+    x: torch.Tensor
+    residual: torch.Tensor
+    weight: torch.Tensor
+    total: torch.Tensor  # the canonical sum, for checking
+
+    @property
+    def rows(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        return self.x.shape[1]
+
+
+@dataclass
+class Way:
+    """One way to serve a shape; `call` issues it and `result` is where the (first) output lies."""
+
+    name: str
+    call: Callable[[], None]
+    result: Callable[[], torch.Tensor]
+    fused: bool
+    repair: Callable[[Exchange], None] = lambda exchange: None  # after a failure, on all ranks
+
+
+class Native:
+    """Our kernels over peer slabs (`ways=("vmm", "ipc")`) or pinned host memory (`ways=("host",)`)."""
+
+    def __init__(
+        self, rank: int, world: int, exchange: Exchange, *, host: bool, sweep: bool, capacity: int
+    ) -> None:
+        from sglang_sm120.comm import slab
+        from sglang_sm120.comm.native import NativeCommunicator
+
+        self.name = "mailbox" if host else "native"
+        self.host, self.sweep, self.world = host, sweep, world
+        self.comm = NativeCommunicator(
+            "bench", rank, world, exchange, capacity_bytes=capacity, timeout_ms=2000,
+            ways=slab.HOST_WAYS if host else slab.PEER_WAYS,
+        )  # fmt: skip
+        self.out: torch.Tensor | None = None
+
+    def ways(self, i: Inputs, fused: bool, fp8: bool = False) -> Iterator[Way]:
+        from sglang_sm120.comm.communicator import Op
+        from sglang_sm120.comm.native import How
+
+        op = Op.ALL_REDUCE_RMSNORM if fused else Op.ALL_REDUCE
+        hows: list[tuple[str, How | None]] = [("default", None)]
+        if self.sweep:
+            hows += [(self._label(h), h) for h in self._spreads(i.rows, i.hidden, fused)]
+        for label, how in hows:
+
+            def call(how: How | None = how) -> None:
+                self.comm.pin(Op.ALL_REDUCE_RMSNORM_FP8 if fp8 else op, i.rows, how)
+                if fp8:
+                    self.out = self.comm.all_reduce_rmsnorm_fp8(i.x, i.residual, i.weight, EPS)[2]
+                elif fused:
+                    self.out, self.res = self.comm.all_reduce_rmsnorm(
+                        i.x, i.residual, i.weight, EPS
+                    )
+                else:
+                    self.out = self.comm.all_reduce(i.x)
+
+            def result() -> torch.Tensor:
+                assert self.out is not None
+                return self.out
+
+            yield Way(
+                f"{self.name}{'+fp8' if fp8 else ''} {label}", call, result, fused and not fp8
+            )
+
+    @staticmethod
+    def _label(h: Any) -> str:
+        return (
+            f"{h.schedule.replace('_shot', '')} c{h.cluster} w{h.group_warps} r{h.rows_per_cta} n{h.ctas}"
+            f"{'' if h.early_launch else ' nopdl'}"
+        )
+
+    def _spreads(self, rows: int, hidden: int, fused: bool) -> Iterator[Any]:
+        """Spreads worth timing: clusters 1 to 8, and one or two numbers of warps for each."""
+        from sglang_sm120.comm.native import How
+
+        tiles = (hidden + 255) // 256
+        schedules = ["one_shot"] if self.world == 2 else ["one_shot", "two_shot"]
+        if self.host:
+            schedules = ["one_shot", "two_shot"]
+        for schedule in schedules:
+            if rows * hidden * 2 > self.comm._small and schedule == "one_shot":
+                continue
+            seen = set()
+            for cluster in (1, 2, 4, 8):
+                for per_cta in (1, 2, 4):
+                    ctas = -(-rows // per_cta) * cluster
+                    if ctas > 16 or (per_cta > 1 and cluster > 1) or per_cta > rows:
+                        continue
+                    share = -(-tiles // cluster)
+                    for units in (1, 2, 4, 7):
+                        warps = -(-share // units)
+                        if (
+                            warps * per_cta > 16
+                            or warps < 2
+                            or (cluster > 1 and fused and units > 2)
+                        ):
+                            continue
+                        if (cluster, per_cta, warps) in seen:
+                            continue
+                        seen.add((cluster, per_cta, warps))
+                        yield How(schedule, cluster, warps, per_cta, ctas)
+                        if units <= 2 and cluster in (1, 4):
+                            yield How(schedule, cluster, warps, per_cta, ctas, False)
+
+    def close(self) -> None:
+        self.comm.close()
+
+
+class PcieIpc:
+    """FlashInfer `pcie_ipc`, every variant its policy admits at this world; fused = it, then FlashInfer's norm."""
+
+    name = "flashinfer pcie_ipc"
+
+    def __init__(self, group: Any, rank: int, world: int) -> None:
+        os.environ.setdefault("FLASHINFER_DISABLE_VERSION_CHECK", "1")
+        from flashinfer.comm.pcie_ipc_ar import PcieIpcAllReduceWorkspace
+        from flashinfer.comm.pcie_ipc_policy import IpcLaunchConfig, IpcVariant
+
+        self.config, self.variant, self.world = IpcLaunchConfig, IpcVariant, world
+        self.workspace = PcieIpcAllReduceWorkspace(
+            group, ROWS_MAX * HIDDEN_MAX, max_blocks=32, profile="rootcplx"
+        )
+        self.best: dict[tuple[int, int], Any] = {}
+
+    def configs(self) -> Iterator[Any]:
+        v = self.variant
+        variants = {
+            2: [v.UNSTAGED, v.STAGED],
+            4: [v.UNSTAGED, v.STAGED],
+            8: [v.UNSTAGED, v.STAGED, v.FLAT_STAGED],
+        }
+        most = 16 if self.world == 8 else 32
+        for variant in variants[self.world]:
+            for blocks in (1, 2, 4, 8, 16, 32):
+                for threads in (128, 256, 512):
+                    if blocks <= most:
+                        yield self.config(blocks, threads, variant)
+
+    def ways(self, i: Inputs, fused: bool) -> Iterator[Way]:
+        key = (i.rows, i.hidden)
+        configs = [self.best[key]] if key in self.best else list(self.configs())
+        if fused and key not in self.best:
+            return
+        out = torch.empty_like(i.x)
+        residual = i.residual.clone()
+        for config in configs:
+
+            def call(config: Any = config) -> None:
+                self.workspace.all_reduce(i.x, out=out, config=config)
+                if fused:
+                    _norm(out, residual, i.weight)
+
+            name = f"{self.name} v{int(config.variant)} b{config.blocks} t{config.threads}"
+            yield Way(name + (" + norm" if fused else ""), call, lambda: out, False)
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            self.workspace.destroy()
+
+
+def _norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+    from flashinfer.norm import get_norm_module
+
+    get_norm_module().fused_add_rmsnorm(x, residual, weight, EPS, True)
+
+
+class Trtllm:
+    """FlashInfer's TensorRT-LLM all-reduce fusion, one-shot and two-shot, with and without early launch."""
+
+    name = "flashinfer trtllm"
+
+    def __init__(self, group: Any, rank: int, world: int) -> None:
+        from flashinfer.comm import trtllm_ar
+
+        self.ar, self.rank, self.world = trtllm_ar, rank, world
+        self.handles, self.workspace = trtllm_ar.trtllm_create_ipc_workspace_for_all_reduce_fusion(
+            rank, world, ROWS_MAX, HIDDEN_MAX, use_fp32_lamport=False, group=group
+        )
+
+    def ways(self, i: Inputs, fused: bool) -> Iterator[Way]:
+        out, norm, res = torch.empty_like(i.x), torch.empty_like(i.x), torch.empty_like(i.x)
+        pattern = self.ar.AllReduceFusionPattern
+        for one_shot in (True, False):
+            for pdl in (True, False):
+                if not one_shot and i.rows <= self.world:
+                    continue
+
+                def call(one_shot: bool = one_shot, pdl: bool = pdl) -> None:
+                    self.ar.trtllm_allreduce_fusion(
+                        allreduce_in=i.x, world_size=self.world, world_rank=self.rank, token_num=i.rows,
+                        hidden_dim=i.hidden, workspace_ptrs=self.workspace, launch_with_pdl=pdl,
+                        trigger_completion_at_end=False, fp32_acc=True,
+                        pattern_code=pattern.kARResidualRMSNorm if fused else pattern.kAllReduce,
+                        use_oneshot=one_shot, allreduce_out=None if fused else out,
+                        residual_in=i.residual if fused else None, residual_out=res if fused else None,
+                        norm_out=norm if fused else None, quant_out=None, scale_out=None,
+                        rms_gamma=i.weight if fused else None, rms_eps=EPS, scale_factor=None, layout_code=None,
+                    )  # fmt: skip
+
+                name = f"{self.name} {'one' if one_shot else 'two'}-shot{' pdl' if pdl else ''}"
+                yield Way(name, call, lambda: norm if fused else out, fused)
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            self.ar.trtllm_destroy_ipc_workspace_for_all_reduce(self.handles, group=None)
+
+
+class Nccl:
+    """NCCL through torch (NCCL 2.30 and newer take several ranks on one GPU); fused = it, then FlashInfer's norm."""
+
+    name = "nccl"
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.group = dist.new_group(backend="nccl")
+        warm = torch.ones(8, device="cuda")
+        dist.all_reduce(warm, group=self.group)
+        torch.cuda.synchronize()
+
+    def ways(self, i: Inputs, fused: bool) -> Iterator[Way]:
+        out, residual = i.x.clone(), i.residual.clone()
+
+        def call() -> None:
+            out.copy_(i.x)  # NCCL sums in place; the copy is timed apart and is within its noise
+            dist.all_reduce(out, group=self.group)
+            if fused:
+                _norm(out, residual, i.weight)
+
+        yield Way(self.name + (" + norm" if fused else ""), call, lambda: out, False)
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group(self.group)
