@@ -92,9 +92,14 @@ class Native:
                 assert self.out is not None
                 return self.out
 
-            yield Way(
-                f"{self.name}{'+fp8' if fp8 else ''} {label}", call, result, fused and not fp8
-            )
+            def repair(exchange: Exchange) -> None:
+                if self.comm.failed:
+                    print(self.comm.describe_failure(), file=sys.stderr)
+                if any(exchange(self.comm.failed)):
+                    self.comm.recover(exchange)
+
+            name = f"{self.name}{'+fp8' if fp8 else ''} {label}"
+            yield Way(name, call, result, fused and not fp8, repair)
 
     @staticmethod
     def _label(h: Any) -> str:
