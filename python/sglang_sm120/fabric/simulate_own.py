@@ -74,7 +74,7 @@ def transfers_of(stores: Iterable[Move], tiles: int, costs: Costs = COSTS) -> tu
 
 
 # Owners repeat with a period far below this, so larger messages are this many tiles with more bytes each.
-TILES = 512
+TILES = 128
 
 
 def build(
