@@ -169,12 +169,14 @@ PROVIDER = Provider()
 
 def add_attention_candidate(result: tuple[Any, ...], plan: Any, *_: Any, **__: Any) -> Any:
     """After `attn_input_fusions`: our candidate first."""
-    return (*PROVIDER.attn_input_fusions(plan), *result)
+    ours = PROVIDER.attn_input_fusions(plan)
+    return (*ours, *result) if ours else None
 
 
 def add_ffn_candidate(result: tuple[Any, ...], plan: Any) -> Any:
     """After `ffn_input_fusions`: our candidate first."""
-    return (*PROVIDER.ffn_input_fusions(plan), *result)
+    ours = PROVIDER.ffn_input_fusions(plan)
+    return (*ours, *result) if ours else None
 
 
 def register_provider() -> None:
