@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from sglang_sm120.sim import models
 from sglang_sm120.sim.models import Built, Case, Family
-from sglang_sm120.sim.server import BASE_FLAGS, ServerError, SimServer, eagle3_flags
+from sglang_sm120.sim.server import ServerError, SimServer, eagle3_flags
 
 PROMPTS, NEW_TOKENS = 6, 40
 
@@ -152,10 +152,6 @@ if __name__ == "__main__":
 
 def run_engine(way: Way, model: Built, folder: Path, stats: Path) -> Served:
     """The same prompts through `sglang.Engine`, in a process of its own; options come from the environment."""
-    names = [
-        name.lstrip("-").replace("-", "_") for name in BASE_FLAGS[::2] if name.startswith("--")
-    ]
-    assert names  # BASE_FLAGS are pairs up to the switches
     arguments: dict[str, Any] = {
         "model_path": str(model.target),
         "tp_size": 2,

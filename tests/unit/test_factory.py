@@ -123,7 +123,7 @@ def seen() -> list[dict[str, Any]]:
 
 def test_all_ranks_share_one_session_and_know_each_other(seen):
     sessions = {report["agreed"][1] for report in seen}
-    assert len(sessions) == 1 and sessions.pop().startswith("tp-")
+    assert len(sessions) == 1 and sessions.pop().startswith("tp-host-")
     for rank, report in enumerate(seen):
         reason, _, own, world, peers = report["agreed"]
         assert (own, world, peers) == (rank, WORLD, [0, 1, 2])
@@ -175,10 +175,14 @@ def test_other_reasons_to_decline_are_the_same_on_all_ranks(seen, scenario, text
 
 @pytest.mark.parametrize(
     "backend, device, chosen",
-    [("auto", "cpu", "host"), ("auto", "cuda", "native"), ("mailbox", "cuda", "mailbox")],
+    [
+        ("auto", "cpu", ("host",)),
+        ("auto", "cuda", ("native", "mailbox")),
+        ("mailbox", "cuda", ("mailbox",)),
+    ],
 )
 def test_auto_follows_the_device_and_a_named_backend_is_kept(backend, device, chosen):
-    assert factory.choose_backend(Options(backend=backend), device) == chosen
+    assert factory.choose_backends(Options(backend=backend), device) == chosen
 
 
 def test_host_backend_declines_a_gpu():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import platform
 import secrets
 import socket
 from collections.abc import Callable
@@ -44,10 +45,12 @@ class Peer:
     hostname: str
     machine: str
     pid_namespace: str
+    gpu: str = ""
 
     @classmethod
-    def here(cls, rank: int) -> Peer:
-        return cls(rank, os.getpid(), socket.gethostname(), _machine(), _pid_namespace())
+    def here(cls, rank: int, device: torch.device | None = None) -> Peer:
+        gpu = _gpu_uuid(device) if device is not None and device.type == "cuda" else ""
+        return cls(rank, os.getpid(), socket.gethostname(), _machine(), _pid_namespace(), gpu)
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class GroupSpec:
         device: where the tensors live.
         process_group: gloo group of exactly these ranks, for exchange at start only.
         peers: all ranks, in order.
+        islands: partition of the ranks, the same on all of them; None is one island.
     """
 
     name: str
@@ -70,6 +74,7 @@ class GroupSpec:
     process_group: ProcessGroup
     options: Options
     peers: tuple[Peer, ...] = field(repr=False)
+    islands: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def capacity_bytes(self) -> int:
@@ -92,11 +97,11 @@ class Outcome:
     session: str = ""
 
 
-def choose_backend(options: Options, device_type: str) -> str:
-    """The backend that serves a device: the one asked for, or for auto the one made for that device."""
+def choose_backends(options: Options, device_type: str) -> tuple[str, ...]:
+    """Backends to try, in order: the one asked for, or for auto those made for the device."""
     if options.backend != "auto":
-        return options.backend
-    return "native" if device_type == "cuda" else "host"
+        return (options.backend,)
+    return ("native", "mailbox") if device_type == "cuda" else ("host",)
 
 
 def build(
@@ -105,6 +110,7 @@ def build(
     device: torch.device,
     options: Options,
     *,
+    baseline: Callable[[torch.Tensor], Any] | None = None,
     backends: dict[str, str] | None = None,
 ) -> Outcome:
     """Build this rank's communicator, or decline on every rank alike.
@@ -116,43 +122,44 @@ def build(
         process_group: gloo group of the ranks that sum together.
         device: where this rank's tensors live.
         options: the same on every rank.
+        baseline: how SGLang would sum a tensor of this group, for the plan of a GPU group to beat.
         backends: builders to use in place of `BACKENDS`, for tests.
     """
     import torch.distributed as dist
 
-    rank = dist.get_rank(process_group)
-    world = dist.get_world_size(process_group)
-    backend = choose_backend(options, device.type)
-    if backend == "nccl":
-        return Outcome(None, backend, "--sm120-backend nccl leaves every sum to SGLang and NCCL")
+    rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
+    wanted = choose_backends(options, device.type)
+    if wanted == ("nccl",):
+        return Outcome(None, "nccl", "--sm120-backend nccl leaves every sum to SGLang and NCCL")
+
+    def exchange(value: Any) -> list[Any]:
+        told: list[Any] = [None] * world
+        dist.all_gather_object(told, value, group=process_group)
+        return told
 
     # One exchange carries who is where, and rank 0's session id.
-    mine = (Peer.here(rank), f"{os.getpid()}-{secrets.token_hex(4)}", options)
-    told: list[Any] = [None] * world
-    dist.all_gather_object(told, mine, group=process_group)
+    told = exchange((Peer.here(rank, device), f"{os.getpid()}-{secrets.token_hex(4)}", options))
     peers = tuple(peer for peer, _, _ in told)
-    session = f"{name}-{told[0][1]}"
     complaint = _joint_complaint(name, told)
     if complaint:
-        return Outcome(None, backend, complaint, peers)
-
-    spec = GroupSpec(name, rank, world, session, device, process_group, options, peers)
-    communicator, error = _try_build(spec, (BACKENDS if backends is None else backends)[backend])
-    errors: list[Any] = [None] * world
-    dist.all_gather_object(errors, error, group=process_group)
-    failed = [f"rank {r}: {text}" for r, text in enumerate(errors) if text is not None]
-    if failed:
+        return Outcome(None, wanted[0], complaint, peers)
+    islands = exchange(_islands(name, options, peers) if rank == 0 else None)[0]
+    builders = BACKENDS if backends is None else backends
+    failures = []
+    for backend in wanted:
+        session = f"{name}-{backend}-{told[0][1]}"
+        spec = GroupSpec(name, rank, world, session, device, process_group, options, peers, islands)
+        communicator, error = _try_build(spec, builders[backend])
+        failed = [f"rank {r}: {e}" for r, e in enumerate(exchange(error)) if e is not None]
+        if not failed and communicator is not None:
+            if device.type == "cuda":
+                communicator = _behind_a_plan(spec, communicator, backend, exchange, baseline)
+            reason = f'backend "{backend}" serves group "{name}"'
+            return Outcome(communicator, backend, reason, peers, session)
         if communicator is not None:
             communicator.close()
-        return Outcome(
-            None,
-            backend,
-            f'backend "{backend}" is off for group "{name}" ({"; ".join(failed)})',
-            peers,
-        )
-    return Outcome(
-        communicator, backend, f'backend "{backend}" serves group "{name}"', peers, session
-    )
+        failures.append(f'backend "{backend}" is off for group "{name}" ({"; ".join(failed)})')
+    return Outcome(None, wanted[0], "; ".join(failures), peers)
 
 
 def _joint_complaint(name: str, told: list[Any]) -> str | None:
@@ -181,6 +188,68 @@ def _try_build(spec: GroupSpec, builder: str) -> tuple[Communicator | None, str 
         return None, f"{type(error).__name__}: {error}"
 
 
+def _islands(
+    name: str, options: Options, peers: tuple[Peer, ...]
+) -> tuple[tuple[int, ...], ...] | None:
+    """The user's islands, or for auto the ranks by the switch or socket of their GPUs; None is one island."""
+    if options.islands != "auto":
+        return options.island_ranks if name == "tp" else None
+    rank_of = {peer.gpu: peer.rank for peer in peers if peer.gpu}
+    if len(rank_of) < len(peers):
+        return None
+    from sglang_sm120.fabric.source import Live
+    from sglang_sm120.fabric.topology import discover
+
+    topology = discover(Live())
+    uuid_of = {gpu.index: gpu.uuid for gpu in topology.gpus}
+    found = [
+        tuple(sorted(rank_of[uuid_of[i]] for i in island if uuid_of[i] in rank_of))
+        for island in topology.islands()
+    ]
+    islands = tuple(sorted(island for island in found if island))
+    complete = sorted(rank for island in islands for rank in island) == sorted(rank_of.values())
+    # One island, or islands of one rank each, are the flat case.
+    return islands if complete and 1 < len(islands) < len(peers) else None
+
+
+def _behind_a_plan(
+    spec: GroupSpec,
+    inner: Communicator,
+    backend: str,
+    exchange: Callable[[Any], list[Any]],
+    baseline: Callable[[torch.Tensor], Any] | None,
+) -> Communicator:
+    # On a GPU nothing serves before it was checked and measured on this very machine.
+    from sglang_sm120.comm import plan_cache, start
+    from sglang_sm120.comm.counters import process_counters
+    from sglang_sm120.fabric import islands as isl
+    from sglang_sm120.fabric.versions import installed
+
+    options = spec.options
+    named = options.backend != "auto"
+    setting = start.Setting(
+        gpus=tuple(peer.gpu for peer in spec.peers),
+        hosts=tuple(peer.machine for peer in spec.peers),
+        versions=installed(),
+        islands=spec.islands or isl.flat(spec.world),
+        options=f"wire={options.wire} capacity={options.capacity_mib}",
+        pin=backend if named else "",
+        force=named,
+        environ=os.environ,
+        cache=plan_cache.folder(options.plan_cache),
+        kernel=platform.release(),
+    )
+    return start.planned(
+        inner,
+        backend,
+        setting,
+        device=spec.device,
+        exchange=exchange,
+        baseline=baseline,
+        counters=process_counters(),
+    )
+
+
 def build_host(spec: GroupSpec) -> Communicator:
     """The CPU engine over shared memory; ranks are processes of one machine.
 
@@ -198,7 +267,7 @@ def build_host(spec: GroupSpec) -> Communicator:
         spec.rank,
         spec.world,
         session=spec.session,
-        islands=spec.options.island_ranks if spec.name == "tp" else None,
+        islands=spec.islands,
         capacity_bytes=spec.capacity_bytes,
         timeout_ms=spec.options.warmup_timeout_ms,
         wire="lossless" if spec.options.wire == "bf16" else spec.options.wire,
@@ -209,6 +278,12 @@ def _machine() -> str:
     # The boot id tells two machines with one name apart, and is the same in all containers of one machine.
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
+def _gpu_uuid(device: torch.device) -> str:
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _pid_namespace() -> str:

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from sglang.srt.distributed import parallel_state
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_sm120.comm import factory
@@ -56,7 +58,9 @@ def dispatch(original: Callable[..., Any], group: Any, device: Any) -> Any:
     session = sessions.current()
     name = current_group() or "anonymous"
     session.announce()
-    outcome = factory.build(name, group, device, session.options)
+    outcome = factory.build(
+        name, group, device, session.options, baseline=lambda x: _sum_as_sglang_would(group, x)
+    )
     session.outcomes[name] = outcome
     if session.tp_rank == 0:
         logger.info("sglang-sm120: %s", outcome.reason)
@@ -69,6 +73,21 @@ def dispatch(original: Callable[..., Any], group: Any, device: Any) -> Any:
     adapter = CountedAllReduce(outcome.communicator, group, device)
     session.adopt(name, outcome, adapter)
     return lambda group, device: adapter
+
+
+def _sum_as_sglang_would(group: Any, x: torch.Tensor) -> None:
+    """Sum in place as SGLang does inside a CUDA graph without us: by its own NCCL communicator."""
+    for known in parallel_state._groups.values():
+        coordinator = known()
+        if coordinator is not None and coordinator.cpu_group is group:
+            own = coordinator.pynccl_comm
+            if own is None:
+                torch.distributed.all_reduce(x, group=coordinator.device_group)
+            else:
+                with own.change_state(enable=True):
+                    own.all_reduce(x)
+            return
+    raise LookupError("SGLang has no group with this process group")
 
 
 def prepare_workspace(result: Any, self: Any) -> None:
