@@ -18,8 +18,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "probe": ("probe", "Measure the edges between GPUs: latency, bandwidth, collapse, integrity."),
     "schedule": ("schedule", "Print who sends what to whom in each hop, and where the bytes go."),
-    "choices": ("choices", "Show which backend and schedule serve which rows: the plan of a server."),
+    "choices": (
+        "choices",
+        "Show which backend and schedule serve which rows: the plan of a server.",
+    ),
     "plan": ("plan", "Show which backend and schedule serve which rows."),
+    "verify-profile": (
+        "verify_profile",
+        "Where the time of a verify pass goes, from a profiler trace.",
+    ),
     "hooks": ("hooks", "Check the installed SGLang against every function that the plugin wraps."),
 }
 
