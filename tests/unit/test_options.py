@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -190,3 +191,23 @@ def test_islands_must_fit_the_group():
 )
 def test_an_empty_plugin_list_means_none(environ, off):
     assert opt.plugins_switched_off(environ) is off
+
+
+def documented_table() -> str:
+    rows = ["| flag | environment | default | what it does |", "|---|---|---|---|"]
+    for item in DECLARED:
+        flag = (
+            item.option.flag
+            if item.type is bool
+            else f"{item.option.flag} {item.option.placeholder}"
+        )
+        default = "off" if item.type is bool else item.default
+        shown = f"`{default}`" if default != "" else ""
+        rows.append(f"| `{flag}` | `{item.option.env}` | {shown} | {item.option.help} |")
+    return "\n".join(rows)
+
+
+def test_documentation_lists_every_option_as_declared():
+    page = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
+    between = page.split("options.py) -->")[1].split("<!-- options: end")[0].strip()
+    assert between == documented_table(), f"paste this into docs/options.md:\n{documented_table()}"
