@@ -82,6 +82,7 @@ def plan_group(
     if force:
         verdict.force()
     verdict.agree(exchange)
+    measured: list[Veto] = []
     kept = _kept(rank, exchange, identity, cache)
     if kept is not None and all(verdict.allows(e.choice.backend) for e in kept.plan.entries):
         plan = agree(kept.plan, rank, exchange)
@@ -90,18 +91,21 @@ def plan_group(
         wrong = _check(used, sums, request, rank, exchange, device)
         if not wrong:
             return _done(plan, verdict, kept.report, True, begin)
+        measured.extend(wrong)
         verdict.add(wrong)
     report = None
     if driver is not None and verdict.allows(path):
         report = probe.run(driver, exchange, effort, [islands] if islands else hints)
         # Every rank holds the same report, so the vetoes need no second exchange.
-        verdict.add(vetoes(report))
+        measured += vetoes(report)
+        verdict.add(measured)
     if islands is None:
         islands = planner.choose_islands(report, request) if report else isl.flat(request.world)
     offered = list(candidates(islands, verdict))
     ours = [b for b in dict.fromkeys(c.backend for c in offered) if b in planner.OURS]
     allowed = [b for b in ours if verdict.allows(b)]
-    verdict.add(_check(allowed, sums, request, rank, exchange, device))
+    measured += _check(allowed, sums, request, rank, exchange, device)
+    verdict.add(measured)
     plan = planner.make_plan(
         request,
         offered,
@@ -113,7 +117,7 @@ def plan_group(
         previous=kept.plan if kept else None,
     )
     # A machine that failed is probed again at the next start: its remedy needs no new software.
-    if rank == 0 and not verdict.vetoes:
+    if rank == 0 and not measured:
         record = plan_cache.Record(identity=identity, plan=plan, report=report)
         plan_cache.store(cache, record)
     return _done(plan, verdict, report, False, begin)
