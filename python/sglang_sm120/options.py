@@ -177,9 +177,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             "--sm120-verify",
             "SGLANG_SM120_VERIFY",
-            "Speculative verification: prefetch loads the next weights into L2 while a sum is on the wire, "
-            "adaptive sets the draft length by measured cost, auto does both where they apply, off neither.",
-            choices=("auto", "off", "prefetch", "adaptive"),
+            "auto sets the draft length by measured cost and acceptance where SGLang's --speculative-adaptive is on; "
+            "off leaves it to SGLang.",
+            choices=("auto", "off"),
         ),
     ] = "auto"
     plan_cache: Annotated[

@@ -34,7 +34,7 @@ def test_flags_reach_their_fields():
         "--sm120-wire=int8",
         "--sm120-timeout-ms=700",
         "--sm120-nccl=keep",
-        "--sm120-verify=prefetch",
+        "--sm120-verify=off",
         "--sm120-plan-cache=/tmp/plans",
     )
     assert options == Options(
@@ -44,7 +44,7 @@ def test_flags_reach_their_fields():
         wire="int8",
         timeout_ms=700,
         nccl="keep",
-        verify="prefetch",
+        verify="off",
         plan_cache="/tmp/plans",
     )
     assert options.island_ranks == ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -65,7 +65,7 @@ WRONG = [
     ("backend", "cuda", "must be one of auto, host, native, mailbox, flashinfer, nccl"),
     ("wire", "fp4", "must be one of bf16, int8"),
     ("nccl", "big", "must be one of compact, keep"),
-    ("verify", "maybe", "must be one of auto, off, prefetch, adaptive"),
+    ("verify", "maybe", "must be one of auto, off"),
     ("timeout_ms", "soon", "must be a whole number from 50 to 600000 milliseconds"),
     ("timeout_ms", "1", "must be from 50 to 600000 milliseconds"),
     ("capacity_mib", "0", "must be from 1 to 1024 MiB"),

@@ -54,7 +54,7 @@ def parts_for(options: Options, device: str | None) -> list[str]:
         parts += ["all_reduce", "fusion"]
         if options.nccl == "compact" and device == "cuda":
             parts += ["nccl"]
-        if options.verify in ("auto", "adaptive"):
+        if options.verify == "auto":
             parts += ["adaptive"]
     if parts and device == "cpu":
         parts += ["gloo_census"]
