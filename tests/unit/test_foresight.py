@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -356,3 +357,50 @@ def test_simulate_command(tmp_path: Path) -> None:
     assert code == 2 and "no schedule 'warp-drive'" in " ".join(out.split())
     code, out = run("simulate", "--list")
     assert code == 0 and "dual-socket-direct" in out
+
+
+# --- published serving steps, and the page made from the plan --------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "points", "cache", "plain", "speculative"),
+    [
+        # Kimi-K2.6, same shapes as K2.5, fused sums of 12.3 and 21.1 us: 92.4 and 122 tok/s at accept length 2.28.
+        ("kimi-k2.5", 8, {1: 12.3, 4: 21.1}, 1.0, 10.8, 18.7),
+        # GLM-5 on NCCL: 50 to 53 tok/s plain; 95 to 105 with accept lengths of 2.2 to 2.8.
+        ("glm-5", 8, {1: 24.0, 4: 25.0}, 2.0, 19.5, 24.5),
+    ],
+)
+def test_published_steps_at_forty_percent_of_the_bandwidth(
+    model: str, world: int, points: dict[int, float], cache: float, plain: float, speculative: float
+) -> None:
+    """Source: https://github.com/local-inference-lab/rtx6kpro (models/kimi-k26-v4.md, models/glm5.md)."""
+    box = simulate_machine.read("two-switches-separate-root")
+    planner = Planner(
+        Setting(
+            machine=box,
+            ranks=tuple(range(world)),
+            model=shapes.read(model),
+            roof=compute.Roof(compute.CARDS[0], world, efficiency=0.4, cache_bytes=cache),
+            points=points,
+        )
+    )
+    assert planner.speculative_ms(PARTS[0], 0) == pytest.approx(plain, rel=0.1)
+    assert planner.speculative_ms(PARTS[0], 3) == pytest.approx(speculative, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "name", ["as measured once: 205 us at 4 rows, 8 GPUs", "workstation, 3 GPUs"]
+)
+def test_the_page_holds_what_the_script_makes(name: str) -> None:
+    """Two classes of machine stand for all: the script checks the whole page (--check)."""
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location(
+        "fast_verify", root / "benchmark" / "fast_verify.py"
+    )
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    page = (root / "docs" / "fast-verify.md").read_text()
+    for table in script.tables({name: script.CLASSES[name]}).values():
+        assert table.splitlines()[-1] in page

@@ -22,7 +22,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "choices",
         "Show which backend and schedule serve which rows: the plan of a server.",
     ),
-    "plan": ("plan", "Show which backend and schedule serve which rows."),
+    "plan": (
+        "plan",
+        "What a model costs on a machine, and what each part of the plugin would give.",
+    ),
     "verify-profile": (
         "verify_profile",
         "Where the time of a verify pass goes, from a profiler trace.",

@@ -37,6 +37,12 @@ def command(
     all_reduce_us: Annotated[
         str, typer.Option(help="Measured sums on this machine, ROWS=US,..., e.g. 4=205.")
     ] = "",
+    stock_nccl: Annotated[
+        bool,
+        typer.Option(
+            "--stock-nccl", help="NCCL as it comes on AMD hosts: protocol Simple throughout."
+        ),
+    ] = False,
     compute_ms: Annotated[
         str, typer.Option(help="Measured passes without communication, ROWS=MS,..., e.g. 4=5.")
     ] = "",
@@ -85,6 +91,7 @@ def command(
             drafts=draft_tokens,
             context=context,
             acceptance=acceptance,
+            stock=stock_nccl,
             points=sums.parse_points(all_reduce_us) if all_reduce_us else {},
             compute_ms=sums.parse_points(compute_ms) if compute_ms else {},
         )

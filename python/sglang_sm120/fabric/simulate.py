@@ -135,8 +135,8 @@ def rival(
 
 
 def healthy(machine: Machine) -> Machine:
-    """The same tree with peer access everywhere and without collapse rules and faults."""
-    return msgspec.structs.replace(machine, collapse=(), faults=(), no_p2p=())
+    """The same tree without collapse rules and faults; peer access stays as the driver offers it."""
+    return msgspec.structs.replace(machine, collapse=(), faults=())
 
 
 @lru_cache(maxsize=1)

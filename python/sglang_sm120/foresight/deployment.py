@@ -48,6 +48,8 @@ class Setting(msgspec.Struct, frozen=True):
         acceptance: share of passes in which the first i drafts are right.
         points: measured microseconds of one sum by rows, on the machine as it is; simulated NCCL when empty.
         compute_ms: measured milliseconds of a pass without communication by rows, instead of the roofline.
+        stock: without measured points, NCCL as it comes on AMD hosts: Simple throughout, because it takes every AMD
+            socket link for 16 GB/s (src/graph/topo.h); otherwise the better of LL and Simple.
     """
 
     machine: Machine
@@ -60,6 +62,7 @@ class Setting(msgspec.Struct, frozen=True):
     acceptance: tuple[float, ...] = speculation.DEFAULT_ACCEPTANCE
     points: dict[int, float] = {}
     compute_ms: dict[int, float] = {}
+    stock: bool = False
     estimates: Estimates = Estimates()
 
     @property
@@ -138,18 +141,19 @@ class Planner:
         self._as_is: Microseconds = (
             measured(setting.points, lambda rows: self._nccl(self._healthy, rows)[0])
             if setting.points
-            else lambda rows: self._nccl(setting.machine, rows)[0]
+            else lambda rows: self._nccl(setting.machine, rows, setting.stock)[0]
         )
 
-    def _nccl(self, machine: Machine, rows: int) -> tuple[float, str]:
-        got = simulate.rival(machine, "nccl", rows * self._bytes, self.setting.ranks)
+    def _nccl(self, machine: Machine, rows: int, stock: bool = False) -> tuple[float, str]:
+        method = "nccl-simple" if stock else "nccl"
+        got = simulate.rival(machine, method, rows * self._bytes, self.setting.ranks)
         return got.total_us, f"NCCL {got.label}"
 
     def sum_us(self, kind: str, rows: int) -> tuple[float, str]:
         """Microseconds of one all-reduce of `rows` rows, and what serves it; `kind` as in `Part.sums`."""
         if (kind, rows) not in self._kept:
             if kind == "as is":
-                got = (self._as_is(rows), "measured" if self.setting.points else "NCCL")
+                got = (self._as_is(rows), "measured" if self.setting.points else "NCCL as it is")
             elif kind == "tuned":
                 tuned = self._nccl(self._healthy, rows)
                 # Tuning cannot make it slower than it is.

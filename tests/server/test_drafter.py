@@ -1,0 +1,71 @@
+"""`sglang-sm120 drafter` against real servers: a sound drafter, and one that is fed the wrong layers.
+
+Rig: CPU server, simulated platform, TP 2, tiny trained Llama with its EAGLE-3 head.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_sm120.cli.drafter import app
+from sglang_sm120.sim.models import Built, Family
+from sglang_sm120.sim.server import SimServer, eagle3_flags
+from typer.testing import CliRunner
+
+PROMPTS = 4
+
+
+def wrong_layers(model: Built, folder: Path) -> Path:
+    """A copy of the drafter whose configuration names the aux layers in another order."""
+    shutil.copytree(model.drafter, folder)
+    config = json.loads((folder / "config.json").read_text())
+    ids = list(model.aux_layers)
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [ids[-1], *ids[:-1]]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def run(*args: object) -> tuple[int, dict[str, Any]]:
+    result = CliRunner().invoke(app, [*(str(a) for a in args), "--json"])
+    return result.exit_code, json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_check_and_measure_tell_a_sound_drafter_from_a_misaligned_one(
+    built: Callable[[Family], Built], tmp_path: Path, aligned: bool
+) -> None:
+    model = built("llama")
+    drafter = Path(model.drafter) if aligned else wrong_layers(model, tmp_path / "wrong")
+    code, checked = run("check", model.target, drafter)
+    # Headers cannot show the order of layers: this fault is the measurement's to find.
+    assert (code, checked["fits"]) == (0, True), checked
+
+    prompts = tmp_path / "prompts.jsonl"
+    cases = model.cases(PROMPTS, new=40)
+    prompts.write_text(
+        "\n".join(
+            json.dumps({"prompt": case.prompt, "class": "odd" if i % 2 else "even"})
+            for i, case in enumerate(cases)
+        )
+    )
+    with SimServer(model.target, eagle3_flags(str(drafter)), log=tmp_path / "log") as server:
+        code, measured = run(
+            "measure", prompts, "--url", server.url, "--max-tokens", 40,
+            "--target", model.target, "--draft", drafter,
+        )  # fmt: skip
+    assert code == 0
+    groups = {g["group"]: g for g in measured["groups"]}
+    assert list(groups) == ["even", "odd", "all"]
+    everything = groups["all"]
+    assert everything["prompts"] == PROMPTS
+    positions = everything["positions"]
+    assert len(positions) == 3 and positions == sorted(positions, reverse=True)
+    length = everything["tokens"] / everything["passes"]
+    assert length == pytest.approx(1 + sum(positions), rel=0.1)
+    assert measured["verdict"]["misaligned"] is (not aligned), measured
+    assert (length > 2.5) is aligned
