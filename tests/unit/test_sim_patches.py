@@ -94,3 +94,16 @@ def test_platform_serves_eagle_only():
     assert not sim.supports_speculative_algorithm("DFLASH")
     assert sim.supports_speculative_draft_attention_backend("EAGLE3", "triton")
     assert not sim.supports_speculative_draft_attention_backend("EAGLE3", "flashinfer")
+
+
+def test_names_that_sglang_leaves_empty_are_filled_where_they_are_used(monkeypatch):
+    used = types.ModuleType("fake_sampler")
+    used.pick = None
+    monkeypatch.setitem(sys.modules, "fake_sampler", used)
+    monkeypatch.setattr(patches, "_SAMPLER", "fake_sampler")
+    monkeypatch.setattr(patches, "EMPTY_NAMES", (("fake_sampler", "pick", len),))
+    patches.fill_empty_names()
+    assert used.pick is len
+    monkeypatch.setattr(patches, "EMPTY_NAMES", (("fake_sampler", "gone", len),))
+    with pytest.raises(patches.PlatformError, match="fake_sampler has no gone"):
+        patches.fill_empty_names()

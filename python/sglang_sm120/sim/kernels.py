@@ -293,6 +293,27 @@ def assign_draft_cache_locs_contiguous(
         positions.view(-1)[: batch * topk] = seq_lens.repeat_interleave(topk).to(positions.dtype)
 
 
+@replaces(_LOCS + "assign_extend_cache_locs")
+def assign_extend_cache_locs(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int,
+    bs_upper: int,
+    launch_grid: tuple[int, ...],
+) -> None:
+    """Slots of positions start..end-1 of each request, one request after another."""
+    batch, at = launch_grid[0], 0
+    rows = req_pool_indices[:batch].tolist()
+    begins, ends = start_offset[:batch].tolist(), end_offset[:batch].tolist()
+    for row, begin, end in zip(rows, begins, ends):
+        slots = req_to_token[row, begin:end]
+        out_cache_loc[at : at + end - begin] = slots.to(out_cache_loc.dtype)
+        at += end - begin
+
+
 @replaces(_LOCS + "generate_draft_decode_kv_indices")
 def generate_draft_decode_kv_indices(
     req_pool_indices: torch.Tensor,

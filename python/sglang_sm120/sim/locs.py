@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from sglang_sm120.sim import kernels
+
 
 def assign_extend_cache_locs(
     *,
@@ -30,10 +32,14 @@ def assign_extend_cache_locs(
         [batch_size * draft_token_num] int64; entries beyond the sum of the lengths are 0.
     """
     out = torch.zeros(batch_size * draft_token_num, dtype=torch.int64, device=device)
-    rows = req_pool_indices[:batch_size].tolist()
-    begins, ends = start_offset[:batch_size].tolist(), end_offset[:batch_size].tolist()
-    at = 0
-    for row, begin, end in zip(rows, begins, ends):
-        out[at : at + end - begin] = req_to_token[row, begin:end]
-        at += end - begin
+    kernels.assign_extend_cache_locs(
+        req_pool_indices,
+        req_to_token,
+        start_offset,
+        end_offset,
+        out,
+        req_to_token.shape[1],
+        batch_size,
+        (batch_size,),
+    )
     return out

@@ -62,7 +62,11 @@ class Recipe:
 
 
 RECIPES: dict[Family, Recipe] = {
-    "llama": Recipe(net.Shape(vocab=tokenizer.VOCAB_SIZE, layers=8), aux_layers=(1, 3, 6)),
+    "llama": Recipe(
+        net.Shape(vocab=tokenizer.VOCAB_SIZE, layers=8),
+        aux_layers=(1, 3, 6),
+        target=train.TargetRecipe(rate=3e-3),
+    ),
     "deepseek": Recipe(
         net.Shape(vocab=tokenizer.VOCAB_SIZE, layers=6, mla=net.Mla(), moe=net.Moe()),
         aux_layers=(1, 2, 4),

@@ -24,7 +24,7 @@ class Mla:
     q_lora_rank: int = 64
     kv_lora_rank: int = 64
     qk_nope_head_dim: int = 32
-    qk_rope_head_dim: int = 16
+    qk_rope_head_dim: int = 32
     v_head_dim: int = 32
 
 
@@ -35,7 +35,7 @@ class Moe:
     n_routed_experts: int = 8
     num_experts_per_tok: int = 2
     n_shared_experts: int = 1
-    moe_intermediate_size: int = 64
+    moe_intermediate_size: int = 32
     first_k_dense_replace: int = 1
     routed_scaling_factor: float = 2.0
 

@@ -16,7 +16,7 @@ import torch
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-from sglang_sm120.sim import attention, kernels, launch, spec_tree
+from sglang_sm120.sim import attention, kernels, launch, sampling, spec_tree
 
 ATTENTION_BACKEND = "triton"
 _SOURCE = HookSource(plugin_name="sm120_sim", dist_name="sglang-sm120")
@@ -260,6 +260,19 @@ WORKER_TARGETS: tuple[Target, ...] = (
     ),
 )
 
+# Names that SGLang leaves None where the platform has no kernel, and the modules that hold them. The registry cannot
+# wrap None.
+EMPTY_NAMES: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("sglang.kernels.ops.sampling.renorm", "top_k_renorm_prob", sampling.top_k_renorm),
+    ("sglang.kernels.ops.sampling.renorm", "top_p_renorm_prob", sampling.top_p_renorm),
+    (
+        "sglang.kernels.ops.speculative.verify_sampling",
+        "tree_speculative_sampling_target_only",
+        sampling.sample_tree,
+    ),
+)
+_SAMPLER = "sglang.srt.speculative.eagle_utils"
+
 
 def install_launch_hooks() -> None:
     """Register what the launcher decides; SGLang applies it when it loads its plugins."""
@@ -273,6 +286,22 @@ def install_worker_hooks() -> None:
     _register(WORKER_TARGETS)
     # SGLang loads its plugins before it imports the model runner, whose import leads here.
     HookRegistry.apply_hooks()
+
+
+def fill_empty_names() -> None:
+    """Give SGLang's empty names our functions, where they are defined and where EAGLE's sampler imported them.
+
+    Raises:
+        PlatformError: A name is gone.
+    """
+    for module_name, name, function in EMPTY_NAMES:
+        for module in (module_name, _SAMPLER):
+            holder = importlib.import_module(module)
+            if not hasattr(holder, name):
+                raise PlatformError(
+                    f"the platform sm120_sim does not fit the installed SGLang: {module} has no {name}"
+                )
+            setattr(holder, name, function)
 
 
 def mismatches() -> list[str]:

@@ -84,3 +84,4 @@ class SimPlatform(CpuDeviceMixin, SRTPlatform):
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         patches.check_installed()
+        patches.fill_empty_names()

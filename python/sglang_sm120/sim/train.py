@@ -32,10 +32,10 @@ class TargetRecipe:
         margin: Least lead of the right logit over the runner-up, so that bf16 rounding cannot change a choice.
     """
 
-    steps: int = 320
-    batch: int = 8
+    steps: int = 600
+    batch: int = 4
     window: int = 160
-    rate: float = 3e-3
+    rate: float = 5e-3
     context: int = 24
     margin: float = 2.0
 
