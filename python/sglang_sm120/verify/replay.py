@@ -7,7 +7,8 @@ on the same trace, and a fixed step count gives the answer in hindsight. Everyth
 
 from __future__ import annotations
 
-from collections import Counter
+import random
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -118,27 +119,30 @@ def play(
         lag: passes between a pass and the report of its acceptance.
         on_pass: receives (steps or COLD, batch, measured ms) of each pass.
     """
-    rng = np.random.default_rng(seed)
+    rng = random.Random(seed)
+    # Plain lists: a pass touches one entry per request, where arrays cost more than they save.
+    runs: list[list[int]] = trace.runs.tolist()
     requests, length = trace.runs.shape
-    runs = trace.runs.astype(np.int64)
-    at = np.zeros(requests, dtype=np.int64)
-    hole = np.zeros(requests, dtype=np.float64)
-    rows = np.arange(requests)
+    at = [0] * requests
+    hole = [0] * requests
     outcome = Outcome(0, 0.0, 0)
-    reports: list[list[int]] = []
+    reports: deque[list[int]] = deque()
     last = None
     while outcome.tokens < trace.tokens:
         steps = policy.get_steps_for_batch(requests)
         cold = steps == 0 and bool(getattr(policy, "skips_draft_extend", False))
         true_ms = cost(COLD if cold else steps, requests, outcome.seconds)
-        accepted = np.minimum(runs[rows, at % length], steps)
+        accepted = [min(run[i % length], steps) for run, i in zip(runs, at)]
         if cold:
-            hole = np.minimum(hole + 1, HOLE_TOKENS)
-        elif hole.any():
-            accepted[rng.random(requests) < HOLE_LOSS * hole / HOLE_TOKENS] = 0
-            hole = np.maximum(hole - accepted - 1, 0)
-        at += accepted + 1
-        outcome.tokens += int(accepted.sum()) + requests
+            hole = [min(h + 1, HOLE_TOKENS) for h in hole]
+        elif any(hole):
+            for r, tokens in enumerate(hole):
+                if rng.random() < HOLE_LOSS * tokens / HOLE_TOKENS:
+                    accepted[r] = 0
+                hole[r] = max(tokens - accepted[r] - 1, 0)
+        for r, n in enumerate(accepted):
+            at[r] += n + 1
+        outcome.tokens += sum(accepted) + requests
         outcome.passes += requests
         outcome.seconds += true_ms / 1000.0
         outcome.steps[steps] += 1
@@ -146,13 +150,13 @@ def play(
             outcome.timeline.append((outcome.seconds, steps))
             last = steps
         if on_pass is not None:
-            factor = max(0.5, 1.0 + noise * rng.standard_normal())
+            factor = max(0.5, rng.gauss(1.0, noise))
             if rng.random() < 0.005:
                 factor *= 2.0
             on_pass(COLD if cold else steps, requests, true_ms * factor)
-        reports.append(accepted.tolist())
+        reports.append(accepted)
         if len(reports) > lag:
-            policy.on_verify_complete(reports.pop(0), requests)
+            policy.on_verify_complete(reports.popleft(), requests)
     return outcome
 
 
