@@ -19,6 +19,7 @@ from sglang_sm120.comm.plan import Choice, Entry, Plan, captured_rows
 from sglang_sm120.comm.planner import Candidate, Request
 from sglang_sm120.comm.warmup import Planned, keep_nccl, log_once, plan_group
 from sglang_sm120.fabric import machine, probe
+from sglang_sm120.fabric.driver import NoAccess
 from sglang_sm120.fabric.host_driver import SHM, HostDriver
 from sglang_sm120.fabric.integrity import check_sums, contribution
 from sglang_sm120.fabric.islands import flat
@@ -80,7 +81,7 @@ def test_c35_ranks_that_share_no_memory_decline_together_without_a_crash(monkeyp
     monkeypatch.setattr(os, "open", elsewhere)
 
     def body(rank: int) -> str:
-        with pytest.raises(OSError, match="share no memory") as error:
+        with pytest.raises(NoAccess, match="share no memory") as error:
             HostDriver.join(rank, 2, session, meet.of(rank))
         return str(error.value)
 

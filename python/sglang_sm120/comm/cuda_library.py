@@ -20,7 +20,9 @@ SOURCES = (
     "cuda/flat_bf16.cu",
     "cuda/flat_f16.cu",
     "cuda/general.cu",
+    "cuda/probe.cu",
     "ffi/cuda.cpp",
+    "ffi/probe.cpp",
 )
 
 

@@ -16,10 +16,11 @@ from sglang_sm120.comm.dispatch import PlannedCommunicator
 from sglang_sm120.comm.plan import BASELINE, Exchange, Plan
 from sglang_sm120.comm.planner import Candidate, Request, own_candidates
 from sglang_sm120.fabric import islands as isl
-from sglang_sm120.fabric.driver import EdgeDriver
-from sglang_sm120.fabric.verdict import Verdict, host_vetoes, user_vetoes, version_vetoes
+from sglang_sm120.fabric.driver import EdgeDriver, NoAccess
+from sglang_sm120.fabric.verdict import Verdict, Veto, host_vetoes, user_vetoes, version_vetoes
 from sglang_sm120.fabric.versions import Versions
 
+SHARING = "containers: --ipc=host and --cap-add SYS_PTRACE; GPUs: `sglang-sm120 doctor`"
 EPS = 1e-6  # of the timed RMSNorm; its value does not change the time
 
 
@@ -105,19 +106,25 @@ def planned(
         def candidates(islands: isl.Partition, verdict: Verdict) -> Sequence[Candidate]:
             return _candidates(inner, backend, request, islands, dtype, device, baseline)
 
+        known = [
+            *user_vetoes(setting.environ),
+            *host_vetoes(setting.hosts),
+            *version_vetoes(setting.versions.flashinfer),
+        ]
+        try:
+            edges = driver()
+        except NoAccess as error:  # on every rank alike
+            edges = None
+            known.append(Veto(target=backend, reason=str(error), remedy=SHARING, origin="exchange"))
         done = warmup.plan_group(
             request,
             rank=inner.rank,
             exchange=exchange,
             identity=identity,
             cache=setting.cache,
-            driver=driver(),
+            driver=edges,
             candidates=candidates,
-            known=[
-                *user_vetoes(setting.environ),
-                *host_vetoes(setting.hosts),
-                *version_vetoes(setting.versions.flashinfer),
-            ],
+            known=known,
             force=setting.force,
             islands=setting.islands,
             sums=lambda _: inner,

@@ -20,6 +20,10 @@ class EdgeTimeout(RuntimeError):
     """A step did not finish within its bound; the text names the edge and the step."""
 
 
+class NoAccess(RuntimeError):
+    """The ranks cannot reach each other's memory; raised on every rank alike, the text names the rank and the error."""
+
+
 class Received(msgspec.Struct, frozen=True):
     """What was found in this rank's memory.
 
@@ -119,9 +123,13 @@ def pattern(source: int, target: int, nbytes: int, seed: int) -> np.ndarray:
         [nbytes] uint8.
     """
     words = np.arange(1, -(-nbytes // 8) + 1, dtype=np.uint64) * np.uint64(_MIX)
-    edge = ((seed * 0x10001 + source * 257 + target + 1) * _MIX) & (2**64 - 1)
-    words = (words ^ (words >> np.uint64(29))) ^ np.uint64(edge)
+    words = (words ^ (words >> np.uint64(29))) ^ np.uint64(edge_word(source, target, seed))
     return words.view(np.uint8)[:nbytes]
+
+
+def edge_word(source: int, target: int, seed: int) -> int:
+    """The 64 bits that tell an edge and a round apart in the pattern."""
+    return ((seed * 0x10001 + source * 257 + target + 1) * _MIX) & (2**64 - 1)
 
 
 def compare(found: np.ndarray, source: int, target: int, seed: int) -> Received:

@@ -14,7 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from sglang_sm120.fabric.driver import EdgeDriver, EdgeTimeout, Received, compare, pattern
+from sglang_sm120.fabric.driver import (
+    EdgeDriver,
+    EdgeTimeout,
+    NoAccess,
+    Received,
+    compare,
+    pattern,
+)
 
 SHM = Path("/dev/shm")
 # Words of the header that one rank keeps for each other rank.
@@ -53,7 +60,7 @@ class HostDriver(EdgeDriver):
             session: text shared by the ranks and unique on this machine.
 
         Raises:
-            OSError: on every rank, when one of them cannot map the segment (other IPC namespace, full /dev/shm).
+            NoAccess: on every rank, when one of them cannot map the segment (other IPC namespace, full /dev/shm).
         """
         path = SHM / f"sm120-probe-{session}"
         size = world * world * (WORDS * 8 + capacity)
@@ -78,7 +85,7 @@ class HostDriver(EdgeDriver):
             path.unlink(missing_ok=True)
         lost = [f"rank {r}: {text}" for r, text in enumerate(told) if text]
         if lost or memory is None:
-            raise OSError(f"the ranks share no memory ({'; '.join(lost)})")
+            raise NoAccess(f"the ranks share no memory ({'; '.join(lost)})")
         return cls(rank, world, memory, capacity)
 
     def open(self, timeout_s: float) -> dict[int, str]:
