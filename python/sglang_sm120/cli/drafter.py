@@ -81,8 +81,12 @@ def _counts(target: Path, text: Path | None, counts: Path | None) -> dict[int, i
     file = target / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(f"{target} has no tokenizer.json to count tokens with: give --counts")
-    from tokenizers import Tokenizer
-
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise CheckpointError(
+            "counting tokens needs the package tokenizers, which SGLang brings: give --counts instead"
+        ) from error
     ids = Tokenizer.from_file(str(file)).encode(text.read_text(), add_special_tokens=False).ids
     return count_tokens(ids)
 

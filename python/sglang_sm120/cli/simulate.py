@@ -69,7 +69,7 @@ def command(
     if as_json:
         typer.echo(simulate_report.as_json(box, sweep).decode())
     else:
-        headers = [f"{n} rows" if n > 1 else "1 row" for n in counts]
+        headers = [str(n) for n in counts]
         console.print(simulate_report.latency_table(box, sweep, headers))
         console.print(simulate_report.busiest_table(sweep, headers))
         if timeline:

@@ -24,8 +24,8 @@ def size_text(nbytes: int) -> str:
 
 def latency_table(machine: Machine, sweep: Sweep, headers: Sequence[str]) -> Table:
     """Microseconds per method and size; the fastest of a size is bold."""
-    out = Table(title="Simulated latency (us)", title_justify="left", caption=machine.title)
-    out.add_column("schedule")
+    out = Table(title="Simulated latency (us) by rows", title_justify="left", caption=machine.title)
+    out.add_column("schedule", no_wrap=True)
     for header in headers:
         out.add_column(header, justify="right")
     best = [min(e[i].total_us for e in sweep.values()) for i in range(len(headers))]
@@ -41,18 +41,27 @@ def latency_table(machine: Machine, sweep: Sweep, headers: Sequence[str]) -> Tab
 
 
 def busiest_table(sweep: Sweep, headers: Sequence[str]) -> Table:
-    """For each method and size, the link direction needed longest and the share of the time it was needed."""
-    out = Table(title="Busiest link: share of the call at full rate", title_justify="left")
-    out.add_column("schedule")
+    """For each method the link direction needed longest at the largest size, and the busiest link's share by size."""
+    out = Table(
+        title="Busiest link: share of the call for which it is needed at full rate",
+        title_justify="left",
+    )
+    out.add_column("schedule", no_wrap=True)
+    out.add_column(f"link at {headers[-1]}", no_wrap=True)
     for header in headers:
         out.add_column(header, justify="right")
     for method, estimates in sweep.items():
-        cells = []
-        for e in estimates:
-            link = e.busiest
-            share = link.nbytes / (link.bandwidth * 1e3 * e.total_us) if link else 0.0
-            cells.append(f"{link.link} {share:.0%}" if link else "-")
-        out.add_row(method, *cells)
+        last = estimates[-1].busiest
+        out.add_row(
+            method,
+            last.link if last else "-",
+            *(
+                f"{e.busiest.nbytes / (e.busiest.bandwidth * 1e3 * e.total_us):.0%}"
+                if e.busiest
+                else "-"
+                for e in estimates
+            ),
+        )
     return out
 
 
