@@ -57,7 +57,7 @@ void fail(cudaError_t error, const std::string& what) {
                            cudaGetErrorString(error) + ")");
 }
 
-Geometry choose(const Shape& shape, bool norm, bool clusters) {
+Geometry choose(const Shape& shape, uint32_t world, bool norm, bool clusters) {
   const uint32_t tiles = shape.tiles_per_row;
   const uint32_t limit = cta_limit(shape);
   Geometry g{1, 0, 1, 0};
@@ -71,6 +71,9 @@ Geometry choose(const Shape& shape, bool norm, bool clusters) {
   while (g.rows_per_cta < 4 && g.cluster == 1 && shape.rows > limit * g.rows_per_cta)
     g.rows_per_cta *= 2;
   const uint32_t warps = kMaxThreads / 32 / g.rows_per_cta;
+  // A cluster's norm needs its tiles in registers.
+  if (norm && !keeps_in_registers(world, ceil_div(ceil_div(tiles, g.cluster), warps)))
+    g.cluster = 1;
   const uint32_t share = ceil_div(tiles, g.cluster);
   const uint32_t units = ceil_div(share, warps);
   g.group_warps = ceil_div(share, units);
@@ -170,6 +173,7 @@ void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
   p.hidden = call.shape.hidden;
   p.tiles_per_row = call.shape.tiles_per_row;
   p.eps = call.eps;
+  p.inverse_hidden = 1.0f / static_cast<float>(call.shape.hidden);
   p.op = static_cast<uint8_t>(call.op);
   p.dtype = static_cast<uint8_t>(call.dtype);
   p.quant = call.quant;
@@ -179,7 +183,7 @@ void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
   p.partial = static_cast<uint8_t>(partial);
 
   if (geometry.ctas == 0) {
-    geometry = flat ? choose(call.shape, norm, clusters_)
+    geometry = flat ? choose(call.shape, config_.topology.world, norm, clusters_)
                     : Geometry{1, 0, 1, std::min(call.shape.rows, cta_limit(call.shape))};
   }
   const Plan plan{config_.topology, call.schedule,
@@ -213,12 +217,13 @@ void Channel::launch_flat(const Call& call, Params& p, Geometry g, cudaStream_t 
   const bool joined = norm && g.cluster > 1;
   if (threads == 0 || threads > kMaxThreads || g.ctas > kMaxCtas || g.rows_per_cta > 4 ||
       1u << p.cluster_log2 != g.cluster || g.ctas % g.cluster != 0 ||
-      (joined && (units > 2 || g.rows_per_cta != 1 || p.row_stride < p.rows || !clusters_))) {
+      (joined && (!keeps_in_registers(p.world, units) || g.rows_per_cta != 1 ||
+                  p.row_stride < p.rows || !clusters_))) {
     throw std::invalid_argument("this geometry does not fit the call");
   }
   const void* kernel = call.dtype == Dtype::kBf16 ? flat_bf16(norm, two_shot, p.world, units)
                                                   : flat_f16(norm, two_shot, p.world, units);
-  const uint32_t shared = units > 2 ? units * threads * 16 : 0;
+  const uint32_t shared = !keeps_in_registers(p.world, units) ? units * threads * 16 : 0;
   launch_kernel(kernel, g.ctas, threads, shared, joined ? g.cluster : 1, call.pdl && clusters_, p,
                 stream);
 }

@@ -85,7 +85,7 @@ class Channel {
 };
 
 // The spread of a row that the flat kernels use by default: a pure function, equal on every rank.
-Geometry choose(const Shape& shape, bool norm, bool clusters);
+Geometry choose(const Shape& shape, uint32_t world, bool norm, bool clusters);
 
 [[noreturn]] void fail(cudaError_t error, const std::string& what);
 inline void check(cudaError_t error, const char* what) {

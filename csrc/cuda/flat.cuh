@@ -120,8 +120,8 @@ struct Flat {
         v[k] = y[k / kChunk];
         if (c + k % kChunk != static_cast<int>(p.rank) && active(j + k / kChunk)) want |= 1u << k;
       }
-      poll<kBatch * kChunk, kUnit>(
-          p, at(p.rank, (index * kWorld + c) * kUnit + lane * kVec), v, want, note,
+      poll<kBatch * kChunk>(
+          p, at(p.rank, (index * kWorld + c) * kUnit + lane * kVec), kUnit, v, want, note,
           [](uint4 w) { return arrived16(w); },
           [&](uint32_t k) {
             return Where{Phase::kReduce, tile(row, j) + k / kChunk, c + k % kChunk};
@@ -158,8 +158,8 @@ struct Flat {
     for (int k = 0; k < kStep; ++k) {
       if (active(j + k) && !(single && owns(t + k))) want |= 1u << k;
     }
-    poll<kStep, kUnit>(
-        p, at(p.rank, p.gather_offset + t * kUnit + lane * kVec), y, want, note,
+    poll<kStep>(
+        p, at(p.rank, p.gather_offset + t * kUnit + lane * kVec), kUnit, y, want, note,
         [](uint4 w) { return arrived16(w); },
         [&](uint32_t k) { return Where{Phase::kGather, t + k, (t + k) % kWorld}; });
   }
@@ -304,10 +304,15 @@ struct Flat {
     slot_offset = p.slot0 + slot * p.slot_bytes;
 
     for (uint32_t row = first_row; row < p.rows; row += p.row_stride) {
-      for (int j = 0; holds(j); j += kStep) {
-        if (kLoop || row != first_row) load_x(row, j, y);
-        scatter(row, j, y);
-        if (kLoop && single) keep(j, y);
+      if constexpr (kLoop) {
+        for (int j = 0; holds(j); j += kStep) {
+          load_x(row, j, y);
+          scatter(row, j, y);
+          if (single) keep(j, y);
+        }
+      } else {
+        if (row != first_row) load_x(row, 0, y);
+        scatter(row, 0, y);
       }
     }
     ptx::launch_dependents();

@@ -10,7 +10,10 @@ namespace sm120 {
 template <class T, bool kNorm, bool kTwoShot, int kWorld>
 const void* flat_of_units(uint32_t units) {
   if (units == 1) return reinterpret_cast<const void*>(&flat_kernel<T, kNorm, kTwoShot, kWorld, 1>);
-  if (units == 2) return reinterpret_cast<const void*>(&flat_kernel<T, kNorm, kTwoShot, kWorld, 2>);
+  if constexpr (keeps_in_registers(kWorld, 2)) {
+    if (units == 2)
+      return reinterpret_cast<const void*>(&flat_kernel<T, kNorm, kTwoShot, kWorld, 2>);
+  }
   return reinterpret_cast<const void*>(&flat_kernel<T, kNorm, kTwoShot, kWorld, 0>);
 }
 

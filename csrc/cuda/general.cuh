@@ -181,50 +181,42 @@ struct General {
   // Poll a tile and decode it. Warp-uniform.
   __device__ __forceinline__ void receive(Codec codec, const char* from, bool active,
                                           const Where& where, float (&f)[8]) {
-    const auto name = [&](uint32_t) { return where; };
-    if (codec == Codec::kF32) {
-      uint4 v[2] = {};
-      poll<2, 16>(
-          p, from + lane * 32, v, active ? 3u : 0u, note, [](uint4 w) { return arrived32(w); },
-          name);
+    // Two vectors: the two halves of fp32, or the INT8 header and the codes of two lanes.
+    const bool int8 = codec == Codec::kInt8, f32 = codec == Codec::kF32;
+    const bool first = __shfl_sync(~0u, active, lane % 16 * 2);
+    const bool second = __shfl_sync(~0u, active, lane % 16 * 2 + 1);
+    const uint32_t offset = int8 ? 0 : f32 ? lane * 32 : lane * kVec;
+    const uint32_t stride = int8 ? kInt8Header + lane % 16 * 16 : 16;
+    uint32_t want = active ? (f32 ? 3u : 1u) : 0u;
+    if (int8 && first && lane < 16) want |= 2u;
+    uint4 v[2] = {};
+    poll<2>(
+        p, from + offset, stride, v, want, note,
+        [&](uint4 w) {
+          if (int8) {
+            // The last eight bytes of a header are zero; a lone lane's pair may never come.
+            const bool here = sm120::arrived8(w.x) && sm120::arrived8(w.y);
+            return here && (!second || (sm120::arrived8(w.z) && sm120::arrived8(w.w)));
+          }
+          return f32 ? arrived32(w) : arrived16(w);
+        },
+        [&](uint32_t) { return where; });
+    if (int8) {
+      const uint32_t x = __shfl_sync(~0u, v[1].x, lane / 2), y = __shfl_sync(~0u, v[1].y, lane / 2);
+      const uint32_t z = __shfl_sync(~0u, v[1].z, lane / 2), w = __shfl_sync(~0u, v[1].w, lane / 2);
+      uint32_t scale = (lane < 16 ? v[0].x : v[0].y) >> (lane / 4 % 4 * 8) & 0xFFu;
+      if (note != 0) scale = kInt8Poison;
+      int8_unpack(lane % 2 == 0 ? uint2{x, y} : uint2{z, w}, scale, f);
+    } else if (f32) {
       f[0] = __uint_as_float(v[0].x), f[1] = __uint_as_float(v[0].y),
       f[2] = __uint_as_float(v[0].z);
       f[3] = __uint_as_float(v[0].w), f[4] = __uint_as_float(v[1].x),
       f[5] = __uint_as_float(v[1].y);
       f[6] = __uint_as_float(v[1].z), f[7] = __uint_as_float(v[1].w);
-    } else if (codec == Codec::kInt8) {
-      // Lanes 0..15 poll the codes of two lanes each; the header comes with them.
-      uint4 codes[1] = {}, header[1] = {};
-      const bool first = __shfl_sync(~0u, active, lane % 16 * 2);
-      const bool pair = __shfl_sync(~0u, active, lane % 16 * 2 + 1);
-      poll<1, 16>(
-          p, from, header, active ? 1u : 0u, note,
-          [](uint4 w) { return sm120::arrived8(w.x) && sm120::arrived8(w.y); }, name);
-      poll<1, 16>(
-          p, from + kInt8Header + lane % 16 * 16, codes, first && lane < 16 ? 1u : 0u, note,
-          [pair](uint4 w) {
-            return sm120::arrived8(w.x) && sm120::arrived8(w.y) &&
-                   (!pair || (sm120::arrived8(w.z) && sm120::arrived8(w.w)));
-          },
-          name);
-      const uint32_t x = __shfl_sync(~0u, codes[0].x, lane / 2),
-                     y = __shfl_sync(~0u, codes[0].y, lane / 2);
-      const uint32_t z = __shfl_sync(~0u, codes[0].z, lane / 2),
-                     w = __shfl_sync(~0u, codes[0].w, lane / 2);
-      const uint32_t scales = lane < 16 ? header[0].x : header[0].y;
-      uint32_t scale = scales >> (lane / 4 % 4 * 8) & 0xFFu;
-      if (note != 0) scale = kInt8Poison;
-      int8_unpack(lane % 2 == 0 ? uint2{x, y} : uint2{z, w}, scale, f);
+    } else if (codec == Codec::kBf16) {
+      unpack8<Bf16>(v[0], f);
     } else {
-      uint4 v[1] = {};
-      poll<1, 16>(
-          p, from + lane * kVec, v, active ? 1u : 0u, note, [](uint4 w) { return arrived16(w); },
-          name);
-      if (codec == Codec::kBf16) {
-        unpack8<Bf16>(v[0], f);
-      } else {
-        unpack8<F16>(v[0], f);
-      }
+      unpack8<F16>(v[0], f);
     }
     if (!active) {
 #pragma unroll

@@ -6,8 +6,10 @@
 
 namespace sm120 {
 
-// kUnits of the flat kernels: 1 and 2 keep a warp's tiles in registers, 0 is any number.
-inline constexpr int kUnitChoices[] = {1, 2, 0};
+// Whether a warp keeps its tiles in registers. Two tiles of eight sources would need more than 64.
+constexpr bool keeps_in_registers(uint32_t world, uint32_t units) {
+  return units == 1 || (units == 2 && world < 8);
+}
 
 const void* flat_bf16(bool norm, bool two_shot, uint32_t world, uint32_t units);
 const void* flat_f16(bool norm, bool two_shot, uint32_t world, uint32_t units);

@@ -53,6 +53,7 @@ struct Params {
   uint32_t world;
   uint32_t rank;
   float eps;
+  float inverse_hidden;
   uint32_t plan_hash;
   uint32_t channel;
   uint8_t op;

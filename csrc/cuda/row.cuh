@@ -136,8 +136,7 @@ struct RowScale {
 template <class T>
 __device__ __forceinline__ RowScale row_scale(const Params& p, const RowShared& row, uint32_t index,
                                               bool writes) {
-  const float mean =
-      sum_tiles(row.squares, p.tiles_per_row) * (1.0f / static_cast<float>(p.hidden));
+  const float mean = sum_tiles(row.squares, p.tiles_per_row) * p.inverse_hidden;
   RowScale r{rsqrtf(mean + p.eps), 0.0f};
   if (p.quant == Quant::kToken) {
     // Rounding is monotone, so this is the largest magnitude of the rounded row to the last bit.

@@ -40,18 +40,19 @@ __device__ __forceinline__ Abort look(const Params& p, uint32_t& began) {
   return static_cast<Abort>(__shfl_sync(~0u, static_cast<uint32_t>(why), 0));
 }
 
-// Poll K vectors of 16 bytes at base, base + kStride, ... until every one in `want` (a bit per
+// Poll K vectors of 16 bytes at base, base + stride, ... until every one in `want` (a bit per
 // item; may differ between lanes) has arrived in every lane. `name(k)` says where item k comes
 // from.
-template <int K, int kStride, class Arrived, class Name>
-__device__ __forceinline__ void poll(const Params& p, const char* base, uint4 (&v)[K],
-                                     uint32_t want, Trouble& note, Arrived arrived, Name name) {
+template <int K, class Arrived, class Name>
+__device__ __forceinline__ void poll(const Params& p, const char* base, uint32_t stride,
+                                     uint4 (&v)[K], uint32_t want, Trouble& note, Arrived arrived,
+                                     Name name) {
   uint32_t spins = 0;
   uint32_t began = 0;
   while (true) {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      if (want >> k & 1u) v[k] = ptx::ld_wire(base + k * kStride);
+      if (want >> k & 1u) v[k] = ptx::ld_wire(base + k * stride);
     }
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -135,8 +136,8 @@ __device__ __forceinline__ void check_record(const Params& p, uint32_t epoch, ui
                                              Trouble& note) {
   const uint32_t lane = threadIdx.x & 31;
   uint4 theirs[1];
-  poll<1, kUnit>(
-      p, p.peer[p.rank] + record_offset(slot, lane % kMaxWorld), theirs,
+  poll<1>(
+      p, p.peer[p.rank] + record_offset(slot, lane % kMaxWorld), 0, theirs,
       talks_to(p, lane) ? 1u : 0u, note, [](uint4 v) { return arrived16(v); },
       [&](uint32_t) { return Where{Phase::kRecord, 0u, 0u}; });
   const uint4 mine = my_record(p, epoch);
