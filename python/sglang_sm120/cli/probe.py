@@ -13,10 +13,13 @@ import typer
 from rich.console import Console
 
 from sglang_sm120.fabric import machine, screen
+from sglang_sm120.fabric.driver import EdgeDriver
 from sglang_sm120.fabric.host_driver import HostDriver
 from sglang_sm120.fabric.probe import FAST, FULL, Effort, run
 from sglang_sm120.fabric.report import ProbeReport, vetoes
 from sglang_sm120.fabric.software import LIGHT, probe_machine
+from sglang_sm120.fabric.source import Live
+from sglang_sm120.fabric.topology import discover
 
 
 class PipeExchange:
@@ -37,15 +40,37 @@ class PipeExchange:
         return told
 
 
-def _rank(rank: int, world: int, session: str, links: list[Any], effort: Effort, out: Any) -> None:
+def _driver(rig: str, rank: int, world: int, session: str, exchange: PipeExchange) -> EdgeDriver:
+    if rig == "host":
+        return HostDriver.join(rank, world, session, exchange)
+    import torch
+
+    from sglang_sm120.comm.cuda_library import cuda_library
+    from sglang_sm120.fabric.gpu_driver import GpuDriver
+
+    torch.cuda.set_device(rank)
+    return GpuDriver.join(rank, world, exchange, library=cuda_library(), device=rank)
+
+
+def _rank(
+    rig: str, rank: int, world: int, session: str, links: list[Any], effort: Effort, out: Any
+) -> None:
     exchange = PipeExchange(rank, links)
-    report = run(HostDriver.join(rank, world, session, exchange), exchange, effort)
+    driver = _driver(rig, rank, world, session, exchange)
+    report = run(driver, exchange, effort, [discover(Live()).islands()])
     if rank == 0:
         out.send(report)
 
 
-def probe_host(world: int, effort: Effort) -> ProbeReport:
-    """Probe `world` processes of this machine over shared memory."""
+def probe_here(rig: str, world: int, effort: Effort) -> ProbeReport:
+    """Probe this machine with one process per rank.
+
+    Args:
+        rig: "gpu" (rank r on CUDA device r) or "host" (processes over shared memory).
+
+    Raises:
+        RuntimeError: a rank ended early; its own error is on stderr.
+    """
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(1, world)]
     mine, theirs = context.Pipe(duplex=False)
@@ -54,6 +79,7 @@ def probe_host(world: int, effort: Effort) -> ProbeReport:
         context.Process(
             target=_rank,
             args=(
+                rig,
                 r,
                 world,
                 session,
@@ -99,7 +125,7 @@ def command(
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Probe a described machine, or this machine's host memory.
+    """Probe all GPUs of this machine, or a described machine, or this machine's host memory.
 
     A server probes its GPUs by itself at warm-up. Exit status: 0 sound, 2 an edge must not be used.
     """
@@ -110,11 +136,14 @@ def command(
         if path:
             report = probe_machine(machine.load(path), FULL if full else LIGHT)
         elif ranks > 1:
-            report = probe_host(ranks, effort)
+            report = probe_here("host", ranks, effort)
         else:
-            raise ValueError(
-                "say what to probe: --machine FILE, --from FOLDER, or --ranks 2 or more"
-            )
+            gpus = len(discover(Live()).gpus)
+            if gpus < 2:
+                raise ValueError(
+                    f"{gpus} GPUs here; say what to probe: --machine FILE, --from FOLDER, or --ranks 2 or more"
+                )
+            report = probe_here("gpu", gpus, effort)
     except (OSError, ValueError, RuntimeError, msgspec.MsgspecError) as error:
         console.print(str(error), style="bold red", soft_wrap=True)
         raise typer.Exit(3) from error
