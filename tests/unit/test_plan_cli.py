@@ -42,6 +42,11 @@ def test_probe_json_feeds_the_doctor(tmp_path) -> None:
     assert json.loads(seen.stdout)["findings"][0]["id"] == "probe-veto"
 
 
+def test_probe_between_processes_of_this_machine() -> None:
+    got = run("probe", "--ranks", "2")
+    assert got.exit_code == 0 and "host memory" in got.stdout and "measured" in got.stdout
+
+
 def test_probe_without_a_subject_says_what_to_give() -> None:
     got = run("probe")
     assert got.exit_code == 3 and "--machine" in got.stdout

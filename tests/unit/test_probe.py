@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang_sm120.fabric import islands as isl
-from sglang_sm120.fabric import machine, probe
+from sglang_sm120.fabric import machine, patterns, probe
 from sglang_sm120.fabric.driver import compare, pattern
 from sglang_sm120.fabric.flows import shares
 from sglang_sm120.fabric.machine import Collapse, Fault, Machine
@@ -261,7 +261,7 @@ def test_any_single_flipped_bit_is_found(n: int, data: st.DataObject) -> None:
 
 @given(st.integers(2, 17))
 def test_a_tournament_lets_every_pair_meet_once(world: int) -> None:
-    rounds = probe.tournament(world)
+    rounds = patterns.tournament(world)
     met = [pair for pairs in rounds for pair in pairs]
     assert sorted(met) == [(a, b) for a in range(world) for b in range(a + 1, world)]
     assert all(len({r for p in pairs for r in p}) == 2 * len(pairs) for pairs in rounds)
@@ -269,7 +269,7 @@ def test_a_tournament_lets_every_pair_meet_once(world: int) -> None:
 
 @given(st.integers(2, 16))
 def test_crowds_send_every_shift_once_with_at_most_eight_peers(world: int) -> None:
-    crowds = probe.crowds(world)
+    crowds = patterns.crowds(world)
     assert [s for crowd in crowds for s in crowd] == list(range(1, world))
     assert all(len(crowd) <= isl.MAX_PEERS for crowd in crowds)
 

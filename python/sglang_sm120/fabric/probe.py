@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from sglang_sm120.fabric import islands as isl
+from sglang_sm120.fabric import patterns
 from sglang_sm120.fabric.driver import EdgeDriver, EdgeTimeout
 from sglang_sm120.fabric.report import (
     Failure,
@@ -164,7 +165,7 @@ class _Run:
                 continue
             for _ in range(self.effort.integrity_rounds):
                 alone = [[s] for s in range(1, self.world)]
-                for shifts in alone + crowds(self.world):
+                for shifts in alone + patterns.crowds(self.world):
                     seed += 1
                     self.deliver(shifts, nbytes, seed, self.effort.step_s)
 
@@ -205,7 +206,7 @@ class _Run:
         """Both directions of every pair; disjoint pairs run together, in world - 1 (or world) rounds."""
         row = [0.0] * self.world
         rounds, bound = self.effort.ping_rounds, self.effort.step_s
-        for pairs in tournament(self.world):
+        for pairs in patterns.tournament(self.world):
             for turn in (0, 1):
                 mine: list[Failure] = []
                 self.exchange(None)
@@ -269,7 +270,9 @@ class _Run:
         told = self.exchange(dict(zip(targets, got, strict=True)))
         self.meet(mine)
         gbps = tuple(told[a][b] for a, b in flows)
-        ratio = min(collapse_ratio(flows, gbps, solo, g) for g in groups_of(name, partition))
+        ratio = min(
+            collapse_ratio(flows, gbps, solo, g) for g in patterns.groups_of(name, partition)
+        )
         return PatternResult(
             name=name, islands=partition, flows=tuple(flows), gbps=gbps, ratio=ratio
         )
@@ -323,7 +326,7 @@ def run(
             solo = state.timed("bandwidth", state.solo)
             loads = state.timed("loads", lambda: state.solo(loads=True)) if effort.loads else ()
             state.timed("integrity", state.integrity)
-            for name, grouping, flows in plan_patterns(partitions):
+            for name, grouping, flows in patterns.to_run(partitions):
                 step = f"{name} {isl.text(grouping)}"
                 found.append(state.timed(step, partial(state.pattern, name, grouping, flows, solo)))
     except _Stop:
@@ -347,55 +350,6 @@ def run(
         seconds=round(shared[0], 3),
         steps=shared[1],
     )
-
-
-def plan_patterns(
-    partitions: Sequence[isl.Partition],
-) -> list[tuple[str, isl.Partition, list[Flow]]]:
-    """The patterns to run, gentlest first: round the islands, inside them, all lanes, everything at once."""
-    world = sum(len(i) for i in partitions[0])
-    if world < 2:
-        return []
-    everything = [(a, b) for a in range(world) for b in range(world) if a != b]
-    split = [p for p in partitions if len(p) > 1]
-    out: list[tuple[str, isl.Partition, list[Flow]]] = []
-    out += [("ring", p, isl.onward(p)) for p in split]
-    out += [("inside", p, isl.inside(p)) for p in split]
-    out += [("lanes", p, isl.lanes(p)) for p in split]
-    # Larger worlds cannot map all peers in one process, so no schedule of theirs sends everywhere.
-    if world <= isl.MAX_PEERS + 1:
-        out.append(("all-to-all", partitions[-1], everything))
-    return out
-
-
-def groups_of(name: str, partition: isl.Partition) -> list[isl.Partition]:
-    """The groups of sources whose outgoing traffic is watched in a pattern: islands, or single GPUs.
-
-    Traffic that crosses islands shares uplinks, so a single GPU's part of it says nothing; inside an island and on
-    machines without islands every GPU has a port of its own.
-    """
-    single = tuple((r,) for island in partition for r in island)
-    if name == "inside" or len(partition) == 1:
-        return [single]
-    return [partition]
-
-
-def crowds(world: int) -> list[list[int]]:
-    """All shifts at once, in portions of at most the eight peers that one process maps."""
-    shifts = list(range(1, world))
-    return [shifts[i : i + isl.MAX_PEERS] for i in range(0, len(shifts), isl.MAX_PEERS)]
-
-
-def tournament(world: int) -> list[list[Flow]]:
-    """Rounds of disjoint pairs so that every pair meets once (circle method)."""
-    seats = list(range(world)) + ([-1] if world % 2 else [])
-    half = len(seats) // 2
-    rounds = []
-    for _ in range(len(seats) - 1):
-        pairs = [(seats[i], seats[-1 - i]) for i in range(half)]
-        rounds.append([(min(p), max(p)) for p in pairs if -1 not in p])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return rounds
 
 
 def _failure(kind: str, source: int, target: int, detail: str) -> Failure:

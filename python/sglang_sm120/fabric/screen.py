@@ -117,7 +117,7 @@ def measured_matrix(report: ProbeReport) -> Table:
             gbps = f"{report.store_gbps[a][b]:.1f}" if report.store_gbps else "-"
             cell = f"{report.latency_us[a][b]:.2f} / {gbps}"
             cells.append(f"[bold red]{cell} !![/]" if (a, b) in bad else cell)
-        out.add_row(f"GPU {a}", *cells)
+        out.add_row(f"rank {a}", *cells)
     return out
 
 
