@@ -254,14 +254,20 @@ def test_other_forms_of_the_norm_get_no_candidate(world, changes):
     assert fusion.add_ffn_candidate((), plan) is None
 
 
-def test_subclasses_of_the_norm_and_norms_that_quantise_get_no_candidate(world):
+def test_subclasses_of_the_norm_get_no_candidate(world):
     class Other(RMSNorm):
         pass
 
-    quantising = norm_of(RMSNorm)
-    quantising.fuse_input_quant(torch.nn.Linear(2, 2))
-    for norm in (Other(HIDDEN), torch.nn.LayerNorm(HIDDEN), quantising):
+    for norm in (Other(HIDDEN), torch.nn.LayerNorm(HIDDEN)):
         assert fusion.add_attention_candidate((), plan_for(norm, world)) is None
+
+
+def test_norm_that_knows_its_projection_is_plain(world):
+    # SGLang's Llama tells every norm its projection; only a static FP8 scale makes the unfused norm quantise, and
+    # the projection takes the unquantised input as well.
+    norm = norm_of(RMSNorm)
+    norm.fuse_input_quant(torch.nn.Linear(2, 2))
+    assert len(fusion.add_attention_candidate((), plan_for(norm, world))) == 1
 
 
 def test_ffn_gets_no_candidate_where_the_residual_is_sharded(world):

@@ -136,7 +136,6 @@ def is_plain_rms_norm(norm: torch.nn.Module) -> bool:
         and not norm.fp32_residual
         and norm.override_orig_dtype is None
         and not getattr(norm, "x_pad_to_multiple", 0)
-        and norm._quant_linear is None
     )
 
 
