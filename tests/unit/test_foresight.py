@@ -82,6 +82,19 @@ def test_a_config_json_gives_the_same_shapes(tmp_path: Path) -> None:
     assert got.formats == ready.formats
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+def test_the_tiny_models_plan_too(tmp_path: Path, family: str) -> None:
+    from sglang_sm120.sim import models
+
+    shape = models.RECIPES[family].shape  # type: ignore[index]
+    (tmp_path / "config.json").write_text(json.dumps(models.target_config(shape)))
+    model = shapes.read(tmp_path)
+    assert (model.hidden, model.layer_sums) == (shape.hidden, 2 * shape.layers)
+    code, out = run("plan", "pair-one-socket", str(tmp_path), "--json")
+    assert code == 0, out
+    assert json.loads(out)["rows"] == 4
+
+
 @pytest.mark.parametrize(
     ("quant", "expected"),
     [

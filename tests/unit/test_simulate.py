@@ -271,3 +271,45 @@ def test_one_of_ours_at_16_gpus_and_64_rows_in_a_second() -> None:
     start = time.process_time()
     simulate.own_best(box, 64, 7168)
     assert time.process_time() - start < 3.0  # three schedules and two partitions
+
+
+# --- against closed forms --------------------------------------------------------------------------
+
+
+def wire_us(box: Machine, schedule: str, islands: tuple[tuple[int, ...], ...], rows: int) -> float:
+    """Simulated time on the wire alone: no launch, no software between hops."""
+    costs = simulate_own.Costs(fixed_us=0.0, hop_us=0.0, epilogue_us=0.0, pieces=8)
+    call = simulate_own.build(schedule, islands, rows, 6144, costs)
+    return run(Network(box), call.transfers).total_us
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_flat_schedules_meet_their_closed_forms(world: int, rows: int) -> None:
+    """One switch: one-shot a + (N-1) S/W; two-shot 2 a + 2 (N-1)/N S/W phase by phase.
+
+    Tiles of the second hop leave while others still arrive, so up to one latency of the two-shot is hidden.
+    """
+    box, flat = tree(1, world, port=56.0), (tuple(range(world)),)
+    size, alpha = rows * 6144 * 2 / 56e3, 0.6
+    assert wire_us(box, "one_shot", flat, rows) == pytest.approx(
+        alpha + (world - 1) * size, rel=0.02
+    )
+    moved = 2 * (world - 1) / world * size
+    got = wire_us(box, "two_shot", flat, rows)
+    assert max(2 * alpha, alpha + moved) * 0.99 < got < (2 * alpha + moved) * 1.03
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_island_dataflow_lies_between_full_links_and_phases(rows: int) -> None:
+    """4+4 over one uplink each: never faster than its latencies or its fullest link, never slower than phases."""
+    box, islands = tree(2, 4, port=56.0, uplink=56.0), ((0, 1, 2, 3), (4, 5, 6, 7))
+    size, inside, across = rows * 6144 * 2 / 56e3, 0.6, 1.0
+    latencies = 2 * inside + across
+    least = max(latencies, inside + 1.75 * size)
+    phases = latencies + 2 * 0.75 * size + size
+    got = wire_us(box, "island_dataflow", islands, rows)
+    assert least * 0.99 <= got <= phases * 1.02
+    if rows == 32:
+        # Tiles flow on independently: nearer to full links than to phases.
+        assert got < least + 0.5 * (phases - least)

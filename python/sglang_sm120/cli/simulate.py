@@ -48,7 +48,7 @@ def command(
 
     console = Console()
     if list_all or not machine:
-        console.print("Machines: " + ", ".join(simulate_machine.machine_names()))
+        console.print("Machines: " + ", ".join(simulate_machine.ready()))
         console.print("Schedules: " + ", ".join(simulate.own_names()))
         console.print("Rivals: " + ", ".join(simulate.methods()))
         raise typer.Exit(0 if list_all else 2)

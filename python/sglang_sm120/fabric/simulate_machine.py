@@ -16,6 +16,15 @@ from sglang_sm120.fabric.simulate_published import machine_names, published_mach
 from sglang_sm120.fabric.source import Saved
 from sglang_sm120.fabric.topology import Topology, discover
 
+# In a checkout the doctor's fixtures are ready machines as well.
+FIXTURES = Path(__file__).resolve().parents[3] / "tests" / "fixtures" / "machines"
+
+
+def ready() -> tuple[str, ...]:
+    """Names that `read` knows: the machines of the published tables, and in a checkout the doctor's fixtures."""
+    more = {p.parent.name for p in FIXTURES.glob("*/fabric.toml")}
+    return tuple(sorted({*machine_names(), *more}))
+
 
 class Defaults(msgspec.Struct, frozen=True):
     """Link figures assumed for a tree without measurements; GB/s and microseconds one way.
@@ -44,7 +53,7 @@ def read(where: str | Path) -> Machine:
     """The machine behind a path or a name.
 
     Args:
-        where: a `.toml` file, a folder saved by `sglang-sm120 doctor --save`, or one of `machine_names()`.
+        where: a `.toml` file, a folder saved by `sglang-sm120 doctor --save`, or one of `ready()`.
 
     Raises:
         MachineError: nothing of that name exists, or the description contradicts itself.
@@ -58,9 +67,11 @@ def read(where: str | Path) -> Machine:
         return from_topology(discover(Saved(path)), path.name)
     if str(where) in machine_names():
         return published_machine(str(where))
+    if str(where) in ready():
+        return described.load(FIXTURES / str(where) / "fabric.toml")
     raise MachineError(
         f"no machine {str(where)!r}: give a TOML file, a folder saved by `sglang-sm120 doctor --save DIR`, "
-        f"or one of {', '.join(machine_names())}"
+        f"or one of {', '.join(ready())}"
     )
 
 
