@@ -7,7 +7,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-from sglang_sm120.sim import kernels, launch, locs, spec_tree  # noqa: E402
+from sglang_sm120.sim import kernels, kv_kernels, launch, spec_tree  # noqa: E402
 
 
 def run(function, **given):
@@ -103,7 +103,7 @@ def test_draft_rows_see_the_committed_tokens_and_their_own_branch(table, topk):
     indices = torch.full((steps, 200), -1)
     indptr = torch.zeros(steps, branches + 1, dtype=torch.int32)
     run(
-        kernels.generate_draft_decode_kv_indices,
+        kv_kernels.generate_draft_decode_kv_indices,
         req_pool_indices=torch.tensor(rows), req_to_token=table, paged_kernel_lens=torch.tensor(lengths),
         kv_indices=indices, kv_indptr=indptr,
         positions=torch.tensor(lengths).repeat_interleave(topk),
@@ -123,7 +123,7 @@ def test_draft_rows_see_the_committed_tokens_and_their_own_branch(table, topk):
 def test_unsupported_options_of_a_kernel_are_refused_by_name(table):
     with pytest.raises(launch.MissingKernelError, match="does not support window_size"):
         run(
-            kernels.generate_draft_decode_kv_indices,
+            kv_kernels.generate_draft_decode_kv_indices,
             window_size=8, ENTRY_PAGE_SIZE=1, page_size=1, launch_grid=(1, 1, 1),
         )  # fmt: skip
 
@@ -192,13 +192,13 @@ def test_draft_extend_lengths_and_positions():
 def test_slots_of_drafts_and_of_extended_requests(table):
     out, positions = torch.zeros(12, dtype=torch.long), torch.zeros(4, dtype=torch.long)
     run(
-        kernels.assign_draft_cache_locs_contiguous,
+        kv_kernels.assign_draft_cache_locs_contiguous,
         req_pool_indices=torch.tensor([1, 3]), req_to_token=table, seq_lens=torch.tensor([5, 2]),
         out_cache_loc=out, topk=2, speculative_num_steps=3, positions=positions, WRITE_POSITIONS=True,
     )  # fmt: skip
     assert out.tolist() == [*table[1, 5:11].tolist(), *table[3, 2:8].tolist()]
     assert positions.tolist() == [5, 5, 2, 2]
-    got = locs.assign_extend_cache_locs(
+    got = kv_kernels.extended_slots(
         req_pool_indices=torch.tensor([2, 0]), req_to_token=table, start_offset=torch.tensor([3, 7]),
         end_offset=torch.tensor([5, 11]), batch_size=2, draft_token_num=4, device="cpu",
     )  # fmt: skip
@@ -208,7 +208,7 @@ def test_slots_of_drafts_and_of_extended_requests(table):
 def test_new_slots_are_written_into_the_table(table):
     before = table.clone()
     run(
-        kernels.assign_req_to_token_pool,
+        kv_kernels.assign_req_to_token_pool,
         req_pool_indices=torch.tensor([2, 0]), req_to_token=table, start_offset=torch.tensor([3, 7]),
         end_offset=torch.tensor([5, 10]), out_cache_loc=torch.arange(900, 905), launch_grid=(2,),
     )  # fmt: skip
@@ -224,9 +224,9 @@ def test_slots_of_whole_requests_with_and_without_a_start(table):
         "page_kernel_lens_ptr": torch.tensor([3, 4]), "kv_indptr": indptr, "kv_indices_ptr": out,
         "ENTRY_PAGE_SIZE": 1, "launch_grid": (2,),
     }  # fmt: skip
-    run(kernels.create_kv_indices, **given)
+    run(kv_kernels.create_kv_indices, **given)
     assert out.tolist() == [*table[3, :3].tolist(), *table[0, :4].tolist()]
-    run(kernels.create_kv_indices, kv_start_idx=torch.tensor([1, 6]), **given)
+    run(kv_kernels.create_kv_indices, kv_start_idx=torch.tensor([1, 6]), **given)
     assert out.tolist() == [*table[3, 1:4].tolist(), *table[0, 6:10].tolist()]
 
 
@@ -235,7 +235,7 @@ def test_kv_entries_move_in_every_layer_even_when_places_overlap():
     before = [layer.clone() for layer in layers]
     source, target = torch.tensor([0, 1, 2]), torch.tensor([1, 2, 4])
     run(
-        kernels.copy_all_layer_kv_cache,
+        kv_kernels.copy_all_layer_kv_cache,
         data_ptrs=torch.tensor([layer.data_ptr() for layer in layers]),
         strides=torch.tensor([layer.stride(0) * 2 for layer in layers]),
         tgt_loc_ptr=target, src_loc_ptr=source, num_locs=3,

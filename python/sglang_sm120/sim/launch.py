@@ -65,6 +65,23 @@ def install() -> None:
         JITFunction.run = _run
 
 
+def refuse(kernel: str, **unsupported: object) -> None:
+    """Stop a torch version whose kernel was launched with an option it does not have.
+
+    Args:
+        kernel: The kernel's name.
+        unsupported: Options by name; a true value means that it was used.
+
+    Raises:
+        MissingKernelError: One was.
+    """
+    used = [name for name, value in unsupported.items() if value]
+    if used:
+        raise MissingKernelError(
+            f"the torch version of {kernel} does not support {', '.join(used)}"
+        )
+
+
 def _parameters(function: Callable[..., None]) -> set[str]:
     return set(inspect.signature(function).parameters) - {_GRID}
 

@@ -16,11 +16,12 @@ import torch
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-from sglang_sm120.sim import attention, kernels, launch, sampling, spec_tree
+from sglang_sm120.sim import attention, kernels, kv_kernels, launch, sampling, spec_tree
 
 ATTENTION_BACKEND = "triton"
 _SOURCE = HookSource(plugin_name="sm120_sim", dist_name="sglang-sm120")
-_DECLARED_KERNELS = kernels.__name__  # importing it fills launch's table
+# Importing them fills launch's table.
+_KERNEL_MODULES = (kernels, kv_kernels)
 
 
 class PlatformError(RuntimeError):

@@ -16,7 +16,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sglang_sm120.sim import locs, patches
+from sglang_sm120.sim import kv_kernels, patches
 
 NAME = "sm120_sim"
 _MAX_RANKS = 16
@@ -68,7 +68,7 @@ class SimPlatform(CpuDeviceMixin, SRTPlatform):
         return backend == patches.ATTENTION_BACKEND
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
-        return locs.assign_extend_cache_locs
+        return kv_kernels.extended_slots
 
     def get_dispatch_key_name(self) -> str:
         return "native"
