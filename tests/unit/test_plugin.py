@@ -80,7 +80,7 @@ from sglang_sm120.hooks.launch import options_of
 import msgspec, os
 from sglang.srt.plugins.hook_registry import HookRegistry
 ours = [t for t, hooks in HookRegistry._hooks.items() for _, _, s in hooks if s and s.plugin_name == "sm120"]
-deep = ("sglang.srt.layers", "sglang.srt.model_executor", "sglang_sm120.comm", "sglang_sm120.sim.net")
+deep = ("sglang.srt.layers", "sglang_sm120.comm", "sglang_sm120.sim.net")
 print(json.dumps({
     "launcher": msgspec.to_builtins(options_of(args)),
     "worker": msgspec.to_builtins(options_of(copy)),
