@@ -149,6 +149,7 @@ def test_a_server_starts_once_and_has_no_pid_before():
 def test_command_and_environment(monkeypatch):
     monkeypatch.setenv("SGLANG_PLATFORM", "other")
     monkeypatch.setenv("DROP_ME", "1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     server = SimServer("/m", ["--flag"], tp=4, env={"DROP_ME": None, "ADDED": "2"})
     command = server.command
     assert command[:3] == [sys.executable, "-m", "sglang.launch_server"]
@@ -156,8 +157,10 @@ def test_command_and_environment(monkeypatch):
     assert command[command.index("--port") + 1] == str(server.port)
     assert server._env["SGLANG_PLATFORM"] == "other" and server._env["ADDED"] == "2"
     assert "DROP_ME" not in server._env and server._env["HF_HUB_OFFLINE"] == "1"
+    assert "CUDA_VISIBLE_DEVICES" not in server._env
     monkeypatch.delenv("SGLANG_PLATFORM")
-    assert SimServer("/m")._env["SGLANG_PLATFORM"] == "sm120_sim"
+    env = SimServer("/m")._env
+    assert env["SGLANG_PLATFORM"] == "sm120_sim" and env["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_eagle_flags_carry_the_tree():

@@ -134,7 +134,7 @@ class SimServer:
         tp: int = 2,
         env: Mapping[str, str | None] | None = None,
         log: Path | None = None,
-        start_timeout_s: float = 300.0,
+        start_timeout_s: float = 900.0,
     ) -> None:
         self.model = Path(model)
         self.tp = tp
@@ -398,6 +398,9 @@ def _server_env(changes: Mapping[str, str | None]) -> dict[str, str]:
         TOKENIZERS_PARALLELISM="false",
         PYTHONUNBUFFERED="1",
     )
+    if env["SGLANG_PLATFORM"] == "sm120_sim":
+        # SGLang looks for CUDA before it looks at the platform.
+        env["CUDA_VISIBLE_DEVICES"] = ""
     for name, value in changes.items():
         if value is None:
             env.pop(name, None)
