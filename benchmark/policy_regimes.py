@@ -297,7 +297,6 @@ def compare(regime: Regime, *, with_stock: bool, scale: float = 1.0, seed: int =
         "ours": ours.rate,
         "ours_accept": ours.accept_length,
         "ours_steps": dict(sorted(ours.steps.items())),
-        "timeline": ours.timeline,
         "seconds": ours.seconds,
         "ours_over_best": ours.rate / best_rate,
         "ours_over_plain": ours.rate / plain,
@@ -351,7 +350,7 @@ def plot(rows: Sequence[dict], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("tokens per second relative to the best fixed step count in hindsight")
     axes.set_title("Draft-length policies, simulated on published costs", fontsize=10)
-    axes.legend(loc="lower left", fontsize=8)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

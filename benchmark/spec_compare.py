@@ -119,7 +119,7 @@ def settings(
         ),
         Setting("adaptive (SGLang)", adaptive),
         Setting("adaptive (SGLang), our sums", (*adaptive, *fusion, "--sm120-verify", "off")),
-        Setting("adaptive (ours)", (*adaptive, *fusion, "--sm120-verify", "adaptive")),
+        Setting("adaptive (ours)", (*adaptive, *fusion)),
     ]
 
 

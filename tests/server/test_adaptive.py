@@ -80,8 +80,6 @@ def script(built, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
         "--speculative-adaptive-config",
         str(config),
         "--enable-sm120-fusion",
-        "--sm120-verify",
-        "adaptive",
         "--sm120-stats",
         str(stats),
     ]

@@ -77,14 +77,12 @@ class Outcome:
         tokens: tokens served.
         seconds: simulated time.
         steps: passes per step count.
-        timeline: (seconds, steps) at every change.
     """
 
     tokens: int
     seconds: float
     passes: int
     steps: Counter[int] = field(default_factory=Counter)
-    timeline: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
@@ -127,7 +125,6 @@ def play(
     hole = [0] * requests
     outcome = Outcome(0, 0.0, 0)
     reports: deque[list[int]] = deque()
-    last = None
     while outcome.tokens < trace.tokens:
         steps = policy.get_steps_for_batch(requests)
         cold = steps == 0 and bool(getattr(policy, "skips_draft_extend", False))
@@ -146,9 +143,6 @@ def play(
         outcome.passes += requests
         outcome.seconds += true_ms / 1000.0
         outcome.steps[steps] += 1
-        if steps != last:
-            outcome.timeline.append((outcome.seconds, steps))
-            last = steps
         if on_pass is not None:
             factor = max(0.5, rng.gauss(1.0, noise))
             if rng.random() < 0.005:
