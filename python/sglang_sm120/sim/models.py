@@ -186,11 +186,22 @@ def _only_one(path: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """These products are so small that a second thread gains little, and loses much on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _make(
     family: Family, recipe: Recipe, known: str, scratch: Path, folder: Path, report: Progress
 ) -> Built:
     data = torch.tensor(tokenizer.encode(known))
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(recipe.seed)
         target = net.Decoder(recipe.shape)
         train.train_target(
