@@ -49,6 +49,9 @@ def command(
     weights: Annotated[
         str, typer.Option(help="Weight formats, e.g. experts=nvfp4,attention=fp8.")
     ] = "",
+    drafter: Annotated[
+        str, typer.Option(help="eagle3 (small dense head) or mtp (one more layer of the model).")
+    ] = "eagle3",
     efficiency: Annotated[
         float, typer.Option(min=0.05, max=1.0, help="Share of memory bandwidth that weights reach.")
     ] = 1.0,
@@ -73,6 +76,8 @@ def command(
             raise ValueError(f"--tp {world}: {box.name} has {box.world} GPUs")
         if cache not in ("bf16", "fp8"):
             raise ValueError(f"--cache {cache}: bf16 or fp8")
+        if drafter not in ("eagle3", "mtp"):
+            raise ValueError(f"--drafter {drafter}: eagle3 or mtp")
         formats = dict(part.split("=", 1) for part in weights.split(",")) if weights else {}
         acceptance = tuple(float(a) for a in accept.split(","))
         speculation.check(acceptance)
@@ -91,6 +96,7 @@ def command(
             drafts=draft_tokens,
             context=context,
             acceptance=acceptance,
+            drafter="mtp" if drafter == "mtp" else "eagle3",
             stock=stock_nccl,
             points=sums.parse_points(all_reduce_us) if all_reduce_us else {},
             compute_ms=sums.parse_points(compute_ms) if compute_ms else {},

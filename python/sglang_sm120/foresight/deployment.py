@@ -7,6 +7,7 @@ logits (two more collectives in a hundred), sampling, and gaps between kernels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -25,7 +26,7 @@ class Estimates(msgspec.Struct, frozen=True):
     Attributes:
         norm_us: a separate residual add + RMSNorm kernel at decode sizes, gone when it is fused into the sum (3 to 4 us
             were measured for such kernels on one GPU).
-        draft_sums: all-reduces per draft step of an EAGLE-3 head in SGLang 0.5.23 (embedding, attention, MLP).
+        draft_sums: all-reduces per draft step in SGLang 0.5.23 (embedding, attention, MLP), for both kinds of drafter.
         draft_vocab: rows of the draft head.
         prefetch_bandwidth: share of the memory bandwidth that a prefetch under a sum may take.
         prefetch_l2: share of the L2 that it may fill.
@@ -48,6 +49,7 @@ class Setting(msgspec.Struct, frozen=True):
         acceptance: share of passes in which the first i drafts are right.
         points: measured microseconds of one sum by rows, on the machine as it is; simulated NCCL when empty.
         compute_ms: measured milliseconds of a pass without communication by rows, instead of the roofline.
+        drafter: "eagle3" (one dense layer, small vocabulary) or "mtp" (one more layer of the model, whole vocabulary).
         stock: without measured points, NCCL as it comes on AMD hosts: Simple throughout, because it takes every AMD
             socket link for 16 GB/s (src/graph/topo.h); otherwise the better of LL and Simple.
     """
@@ -62,6 +64,7 @@ class Setting(msgspec.Struct, frozen=True):
     acceptance: tuple[float, ...] = speculation.DEFAULT_ACCEPTANCE
     points: dict[int, float] = {}
     compute_ms: dict[int, float] = {}
+    drafter: Literal["eagle3", "mtp"] = "eagle3"
     stock: bool = False
     estimates: Estimates = Estimates()
 
@@ -207,20 +210,36 @@ class Planner:
         return sum(min(room, n) for n in named) * s.model.depth / (rate * 1e6)
 
     def draft_ms(self, part: Part, drafts: int) -> float:
-        """Milliseconds of drafting `drafts` tokens per sequence, one step after the other, with an EAGLE-3 head."""
+        """Milliseconds of drafting `drafts` tokens per sequence, one step after the other."""
+        if not drafts:
+            return 0.0
         s = self.setting
-        hidden, wide = s.model.hidden, self._draft_width()
+        us, _ = self.sum_us(part.sums, s.sequences)
+        once, step = self._eagle3_ms() if s.drafter == "eagle3" else self._mtp_ms()
+        return once + drafts * (step + s.estimates.draft_sums * us / 1e3)
+
+    def _eagle3_ms(self) -> tuple[float, float]:
+        """(once per pass, per step) of an EAGLE-3 head in BF16, without sums: weights that must be read."""
+        s = self.setting
+        hidden, rate = s.model.hidden, s.roof.card.memory_gbps * s.roof.efficiency * 1e6
         step = (
             2 * hidden * (hidden + hidden // 4)  # attention on embedding and state side by side
             + hidden * hidden
-            + 3 * hidden * wide
+            + 3 * hidden * self._draft_width()
             + hidden * s.estimates.draft_vocab
         )
-        fuse = 3 * hidden * hidden  # fc over the aux layers, once per pass
-        per_step = 2 * step / s.roof.world / (s.roof.card.memory_gbps * s.roof.efficiency * 1e6)
-        once = 2 * fuse / (s.roof.card.memory_gbps * s.roof.efficiency * 1e6) if drafts else 0.0
-        us, _ = self.sum_us(part.sums, s.sequences)
-        return once + drafts * (per_step + s.estimates.draft_sums * us / 1e3)
+        fuse = 3 * hidden * hidden  # fc over the aux layers, on every rank
+        return 2 * fuse / rate, 2 * step / s.roof.world / rate
+
+    def _mtp_ms(self) -> tuple[float, float]:
+        """The same for a multi-token-prediction layer: the model's most frequent layer, a projection and its head."""
+        s = self.setting
+        layer = max(s.model.layers, key=lambda kind: kind.layers)
+        one = msgspec.structs.replace(s.model, layers=(msgspec.structs.replace(layer, layers=1),))
+        cost = compute.forward(one, s.roof, s.sequences, s.sequences, s.context)
+        rate = s.roof.card.memory_gbps * s.roof.efficiency * 1e6
+        project = 2 * s.model.hidden * s.model.hidden * s.model.bits("attention") / 8
+        return 0.0, cost.ms + project / rate
 
     def _draft_width(self) -> int:
         dense = [
