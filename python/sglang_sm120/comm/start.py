@@ -104,7 +104,7 @@ def planned(
         )
 
         def candidates(islands: isl.Partition, verdict: Verdict) -> Sequence[Candidate]:
-            return _candidates(inner, backend, request, islands, dtype, device, baseline)
+            return candidates_of(inner, backend, request, islands, dtype, device, baseline)
 
         known = [
             *user_vetoes(setting.environ),
@@ -138,6 +138,29 @@ def planned(
     return PlannedCommunicator(inner, backend, plan_for, counters)
 
 
+def gpu_edges(
+    rank: int, world: int, exchange: Exchange, device: torch.device, *, mailbox: bool = False
+) -> Callable[[], EdgeDriver]:
+    """The `driver` of `planned` for GPUs: the probe's kernels over memory of its own, freed after the probe.
+
+    Args:
+        mailbox: probe pinned host memory, as the mailbox backend uses it, rather than peers' memory.
+    """
+
+    def join() -> EdgeDriver:
+        from sglang_sm120.comm import slab
+        from sglang_sm120.comm.cuda_library import cuda_library
+        from sglang_sm120.fabric.gpu_driver import GpuDriver
+
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        ways = slab.HOST_WAYS if mailbox else slab.PEER_WAYS
+        return GpuDriver.join(
+            rank, world, exchange, library=cuda_library(), device=index, ways=ways
+        )
+
+    return join
+
+
 def rows_up_to(widest: int) -> tuple[int, ...]:
     """1, 2, 4, ... and `widest` itself."""
     return tuple(
@@ -145,7 +168,7 @@ def rows_up_to(widest: int) -> tuple[int, ...]:
     )
 
 
-def _candidates(
+def candidates_of(
     inner: Communicator,
     backend: str,
     request: Request,

@@ -66,6 +66,13 @@ class GpuDriver(EdgeDriver):
         except slab.SlabError as error:
             raise NoAccess(str(error)) from None
         driver = cls(rank, world, library, device, slabs, capacity)
+        if slabs.way in slab.HOST_WAYS:
+            # Mailboxes: the bytes cross host memory by intent.
+            driver.rig, driver.need, driver.staged_us = (
+                "GPU stores to mailboxes",
+                "host-memory",
+                0.0,
+            )
         library.probe_clear(device, slabs.addresses[rank], nbytes)
         exchange(None)  # nobody stores before every slab is clear
         return driver
