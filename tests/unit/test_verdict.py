@@ -14,6 +14,7 @@ from sglang_sm120.fabric.verdict import (
     user_vetoes,
     version_vetoes,
 )
+from sglang_sm120.nccl import environment
 
 BROKEN = Veto(target="p2p", reason="IPC open failed with CUDA error 101", remedy="--ipc=host")
 
@@ -102,3 +103,9 @@ def test_c18_c19_flashinfer_is_vetoed_by_version_and_the_rest_is_not() -> None:
     assert not verdict.allows("flashinfer") and "0.6.17" in verdict.why("flashinfer")
     assert verdict.allows("native")
     assert version_vetoes("0.7.2") == []
+
+
+def test_c05_expandable_segments_are_nobodys_business() -> None:
+    env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert user_vetoes(env) == []
+    assert environment.check(env, nccl_version="2.30.7") == []
