@@ -373,7 +373,16 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Options:
             raise OptionError(
                 f"{CONFIG_ENV} is written by the launcher and cannot be read ({error}); unset it"
             ) from None
-    return Options(**_environment_values(environ))
+    return from_variables(environ)
+
+
+def from_variables(environ: Mapping[str, str] | None = None) -> Options:
+    """Options of the single variables only: what a launcher without a command line was asked for.
+
+    Raises:
+        OptionError: a variable has a wrong value.
+    """
+    return Options(**_environment_values(os.environ if environ is None else environ))
 
 
 def _environment_values(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from sglang.srt.layers.layer_boundary import SumGroup, TokenAxis, UnreducedOutput
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op
+from sglang_sm120.comm.factory import Outcome
 from sglang_sm120.hooks import all_reduce, census, cpu_all_reduce, fusion, gloo_census
 from sglang_sm120.hooks import session as sessions
 from sglang_sm120.hooks.adapter import Sm120AllReduce, rows_of
@@ -290,6 +291,78 @@ def test_plain_sum_of_a_cpu_tensor_is_ours_and_out_of_place(world):
     assert cpu_all_reduce.all_reduce(original, world.group, x) is x and gloo["calls"] == 1
     world.group.ca_comm = None
     assert cpu_all_reduce.all_reduce(original, world.group, x) is x and gloo["calls"] == 2
+
+
+class Theirs:
+    """SGLang's own custom all-reduce: takes up to 2 rows, and knows when a graph is captured."""
+
+    disabled = False
+
+    def __init__(self) -> None:
+        self.captures = self.closed = 0
+
+    def should_custom_ar(self, inp: torch.Tensor) -> bool:
+        return inp.shape[0] <= 2
+
+    def custom_all_reduce(self, inp: torch.Tensor) -> torch.Tensor:
+        return inp * 200
+
+    @contextlib.contextmanager
+    def capture(self):
+        self.captures += 1
+        yield
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_what_we_do_not_admit_stays_with_sglang_s_own_custom_all_reduce(world):
+    theirs = Theirs()
+    adapter = all_reduce.CountedAllReduce(world.communicator, None, torch.device("cpu"), theirs)
+    world.communicator.max_rows = 1
+    one, two, three = (torch.ones(n, HIDDEN) for n in (1, 2, 3))
+    assert [adapter.should_custom_ar(x) for x in (one, two, three)] == [True, True, False]
+    assert adapter.custom_all_reduce(one).max() == 2 and adapter.custom_all_reduce(two).max() == 200
+    assert world.census.sums == {
+        ("outside", census.Sum.PLAIN): 1,
+        ("outside", census.Sum.SGLANG): 1,
+    }
+    with adapter.capture():
+        assert theirs.captures == 1
+    adapter.close()
+    assert theirs.closed == 1
+    disabled = Theirs()
+    disabled.disabled = True
+    assert Sm120AllReduce(world.communicator, None, torch.device("cpu"), disabled).theirs is None
+
+
+@pytest.mark.parametrize("backend, ends", [("auto", False), ("nccl", False), ("host", True)])
+@pytest.mark.parametrize("name", ["tp", "moe_tp"])
+def test_declined_group_gets_sglang_s_choice_and_a_named_backend_ends_the_rank(
+    world, monkeypatch, caplog, backend, ends, name
+):
+    session = sessions.Session(Options(enabled=True, backend=backend), "cpu", 0)
+    monkeypatch.setattr(sessions, "_session", session)
+    outcome = Outcome(None, backend, "rank 1: no space left")
+    monkeypatch.setattr(all_reduce.factory, "build", lambda *a, **k: outcome)
+    theirs = Theirs()
+
+    def original(group, device):
+        return lambda group, device: theirs
+
+    token = all_reduce._group_name.set(name)
+    try:
+        if ends:
+            with pytest.raises(SystemExit):
+                all_reduce.dispatch(original, None, None)
+            assert "no space left; --sm120-backend host was asked for" in caplog.messages[-1]
+        else:
+            # SGLang itself would give a split expert group none.
+            want = None if name == "moe_tp" else theirs
+            assert all_reduce.dispatch(original, None, None)(group=None, device=None) is want
+    finally:
+        all_reduce._group_name.reset(token)
+    assert session.outcomes == {name: outcome} and not session.adapters
 
 
 def test_adapter_has_what_sglang_reads_and_nothing_it_would_misread(world):

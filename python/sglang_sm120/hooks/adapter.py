@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,12 +23,21 @@ class Sm120AllReduce:
     SGLang reads the attributes and methods up to `close` by name. None of them may be called
     `fused_allreduce_rmsnorm`, `obj` or `has_multicast`: SGLang would take those for its own kernels, and its
     caller of the first swallows errors.
+
+    Args:
+        theirs: what SGLang would have held itself. It keeps the sums that our communicator does not admit, so
+            that nothing is slower than without us.
     """
 
     def __init__(
-        self, communicator: Communicator, group: ProcessGroup, device: torch.device
+        self,
+        communicator: Communicator,
+        group: ProcessGroup,
+        device: torch.device,
+        theirs: Any = None,
     ) -> None:
         self.communicator = communicator
+        self.theirs = None if getattr(theirs, "disabled", True) else theirs
         self.group = group
         self.device = device
         self.world_size = communicator.world
@@ -36,27 +45,38 @@ class Sm120AllReduce:
         self.original_disabled = False
 
     def should_custom_ar(self, inp: torch.Tensor) -> bool:
-        """Whether the plain sum of `inp` is ours; a function of its shape and dtype only."""
+        """Whether the plain sum of `inp` is ours, or SGLang's own; a function of its shape and dtype only."""
+        return self.admits_sum(inp) or (
+            self.theirs is not None and bool(self.theirs.should_custom_ar(inp))
+        )
+
+    def admits_sum(self, inp: torch.Tensor) -> bool:
+        """Whether the plain sum of `inp` is ours."""
         rows, hidden = rows_of(inp)
         return rows > 0 and self.communicator.admits(Op.ALL_REDUCE, rows, hidden, inp.dtype)
 
     def custom_all_reduce(self, inp: torch.Tensor) -> torch.Tensor:
-        """The sum over the group as a new tensor.
+        """The sum over the group as a new tensor, after `should_custom_ar` said yes.
 
         Raises:
             CollectiveError: a rank did not take part.
         """
+        if self.theirs is not None and not self.admits_sum(inp):
+            return self.theirs.custom_all_reduce(inp)
         with _reported():
             return self.communicator.all_reduce(inp.contiguous())
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
         """Entered around CUDA graph capture; our kernels need no registration of captured buffers."""
-        yield
+        with contextlib.nullcontext() if self.theirs is None else self.theirs.capture():
+            yield
 
     def close(self) -> None:
         self.disabled = True
         self.communicator.close()
+        if self.theirs is not None:
+            self.theirs.close()
 
     def admits_sum_add_norm(self, like: torch.Tensor) -> bool:
         """Whether all-reduce + residual + RMSNorm on tensors shaped like `like` ([rows, hidden]) is ours."""

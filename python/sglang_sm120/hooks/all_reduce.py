@@ -34,7 +34,7 @@ class CountedAllReduce(Sm120AllReduce):
     """The adapter that also books its plain sums in the census."""
 
     def custom_all_reduce(self, inp: Any) -> Any:
-        CENSUS.note(Sum.PLAIN)
+        CENSUS.note(Sum.PLAIN if self.admits_sum(inp) else Sum.SGLANG)
         return super().custom_all_reduce(inp)
 
 
@@ -57,9 +57,15 @@ def dispatch(original: Callable[..., Any], group: Any, device: Any) -> Any:
     """
     session = sessions.current()
     name = current_group() or "anonymous"
+    # A split expert group asked for a custom all-reduce on our account only.
+    theirs = None if name in SPLIT_GROUPS else _sglangs_own(original, group, device)
     session.announce()
     outcome = factory.build(
-        name, group, device, session.options, baseline=lambda x: _sum_as_sglang_would(group, x)
+        name,
+        group,
+        device,
+        session.options,
+        baseline=lambda x: _sum_as_sglang_would(group, theirs, x),
     )
     session.outcomes[name] = outcome
     if session.tp_rank == 0:
@@ -69,14 +75,26 @@ def dispatch(original: Callable[..., Any], group: Any, device: Any) -> Any:
             sessions.refuse(
                 f"{outcome.reason}; --sm120-backend {session.options.backend} was asked for"
             )
-        return original(group=group, device=device)
-    adapter = CountedAllReduce(outcome.communicator, group, device)
+        return lambda group, device: theirs
+    adapter = CountedAllReduce(outcome.communicator, group, device, theirs)
     session.adopt(name, outcome, adapter)
     return lambda group, device: adapter
 
 
-def _sum_as_sglang_would(group: Any, x: torch.Tensor) -> None:
-    """Sum in place as SGLang does inside a CUDA graph without us: by its own NCCL communicator."""
+def _sglangs_own(original: Callable[..., Any], group: Any, device: Any) -> Any:
+    """The custom all-reduce that SGLang would use here, or None where it has none."""
+    try:
+        return original(group=group, device=device)(group=group, device=device)
+    except Exception as error:  # what SGLang itself makes a warning of
+        logger.debug("sglang-sm120: SGLang has no custom all-reduce for this group: %s", error)
+        return None
+
+
+def _sum_as_sglang_would(group: Any, theirs: Any, x: torch.Tensor) -> None:
+    """Sum as SGLang does without us: by its custom all-reduce where that takes `x`, else by NCCL in place."""
+    if theirs is not None and not theirs.disabled and theirs.should_custom_ar(x):
+        theirs.custom_all_reduce(x)
+        return
     for known in parallel_state._groups.values():
         coordinator = known()
         if coordinator is not None and coordinator.cpu_group is group:

@@ -38,6 +38,7 @@ class Sum(str, Enum):
     FUSED_ATTENTION = "fused_attention_sum"
     FUSED_FFN = "fused_ffn_sum"
     PLAIN = "plain"
+    SGLANG = "sglang"  # SGLang's own custom all-reduce, where it takes what we do not
     GLOO = "gloo"
 
 

@@ -92,7 +92,9 @@ def check_contract(server_args: Any, previous: Any) -> None:
     """Resolution step before the model is looked at: every hook target must be the one we know."""
     previous(server_args)
     try:
-        options = options_of(server_args)
+        attached = getattr(server_args, "_sm120", None)
+        # `Engine(...)` has no command line, and what an earlier engine handed to its children is not its own.
+        options = opt.from_variables() if attached is None else opt.from_dict(attached)
         attach(server_args, options)
         parts = parts_for(options, resolving_view(server_args).device)
         if options.enabled:
