@@ -246,6 +246,9 @@ def _behind_a_plan(
         device=spec.device,
         exchange=exchange,
         baseline=baseline,
+        driver=start.gpu_edges(
+            spec.rank, spec.world, exchange, spec.device, mailbox=backend == "mailbox"
+        ),
         counters=process_counters(),
     )
 
