@@ -59,6 +59,7 @@ class ServedPolicy(DraftLengthPolicy):
         self._agreement = TableAgreement(self, self._model, self._link)
         self.asked = 0
         self.shape = (0, 1)
+        self.quiet = False
 
     def calibrate(self, timings: list[StageTimes]) -> None:
         """Replace the guessed costs by timed ones; every rank calls it, rank 0's timings count."""
@@ -68,10 +69,12 @@ class ServedPolicy(DraftLengthPolicy):
         self._agreement.install_now()
 
     def get_steps_for_batch(self, batch_size: int) -> int:
+        before = self.probing
         steps = super().get_steps_for_batch(batch_size)
         if self.config.cold:
             envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.set(self.skips_draft_extend)
         self.asked += 1
+        self.quiet = self.probing or before
         shape = COLD if self.skips_draft_extend else steps
         self.shape = (shape, self.padded(batch_size))
         return steps
@@ -108,12 +111,24 @@ class ServedPolicy(DraftLengthPolicy):
         self._model.observe(steps, batch, ms)
 
 
+class _ProbeFilter(logging.Filter):
+    """Keeps SGLang's line about every change of state for changes that last; probes come every few seconds."""
+
+    def __init__(self, policy: ServedPolicy) -> None:
+        super().__init__()
+        self._policy = policy
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (self._policy.quiet and str(record.msg).startswith("Switch adaptive"))
+
+
 def own_policy(original: Any, controller: Any, worker: Any, policy: Any) -> None:
     """Around `AdaptiveController.__init__`: ours takes the place of the policy SGLang built."""
     steps = worker.speculative_num_steps
     ours = ServedPolicy(worker, list(policy.candidate_steps), steps)
     original(controller, worker, ours)
     _time_passes(worker, ours)
+    logging.getLogger("sglang.srt.speculative.eagle_worker_v2").addFilter(_ProbeFilter(ours))
     if sessions.current().tp_rank == 0:
         logger.info(
             "sglang-sm120: draft lengths %s are chosen by measured cost and acceptance, beginning with %d",

@@ -106,6 +106,8 @@ class DraftLengthPolicy:
         self._cold = False
         self._credit_ms = 0.0
         self._digest = 0
+        # Whether the pass asked for last is a probe, or leads to one.
+        self.probing = False
         self.passes = 0
         self.switches = 0
         self.probes = 0
@@ -133,6 +135,7 @@ class DraftLengthPolicy:
         bucket = self._bucket(bucket_key)
         if bucket_key != self._bucket_last:
             self._bucket_last, self._bucket_since = bucket_key, self.passes
+        self.probing = bucket.probe_left > 0 or bucket.rewarm_left > 0
         steps = bucket.probe_steps if bucket.probe_left > 0 else bucket.steps
         if steps > 0 and self._cold and self.config.rewarm > 0:
             bucket.rewarm_left = self.config.rewarm
