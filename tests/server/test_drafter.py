@@ -35,6 +35,20 @@ def run(*args: object) -> tuple[int, dict[str, Any]]:
     return result.exit_code, json.loads(result.stdout)
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+def test_a_trained_drafter_fits_its_own_target_and_not_the_other(
+    built: Callable[[Family], Built], family: Family, tmp_path: Path
+) -> None:
+    """Both families have the same sizes and tokenizer: only the head's rows tell them apart."""
+    model, other = built(family), built("deepseek" if family == "llama" else "llama")
+    text = tmp_path / "text.txt"
+    text.write_text(model.text)
+    code, own = run("check", model.target, model.drafter, "--text", text)
+    assert (code, {f["level"] for f in own["findings"]}) == (0, {"ok"}), own
+    _, wrong = run("check", model.target, other.drafter)
+    assert [f["level"] for f in wrong["findings"] if f["name"] == "head rows"] == ["warning"]
+
+
 @pytest.mark.parametrize("aligned", [True, False])
 def test_check_and_measure_tell_a_sound_drafter_from_a_misaligned_one(
     built: Callable[[Family], Built], tmp_path: Path, aligned: bool

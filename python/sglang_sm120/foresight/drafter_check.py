@@ -209,8 +209,12 @@ def _mapping(target: Checkpoint, draft: Checkpoint, mapping: Mapping) -> list[Fi
                     )
                 )
     if not out:
-        kind = "whole vocabulary" if mapping.whole else f"{len(mapping)} of {vocab} tokens"
-        out.append(Finding("ok", "draft vocabulary", f"{kind}, d2t and t2d agree"))
+        kind = (
+            f"all {len(mapping)} tokens, no mapping"
+            if mapping.whole
+            else f"{len(mapping)} of {vocab} tokens, d2t {'and t2d agree' if name else 'is sound'}"
+        )
+        out.append(Finding("ok", "draft vocabulary", kind))
     return out
 
 
