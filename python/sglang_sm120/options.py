@@ -142,7 +142,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             metavar="MS",
             check=_between(50, 3_600_000, "milliseconds"),
         ),
-    ] = 300_000
+    ] = 60_000
     capacity_mib: Annotated[
         int,
         Option(

@@ -276,6 +276,9 @@ class NativeCommunicator(Communicator):
         if self._handle != 0 and self._lib.cuda_failed(self._handle):
             raise CollectiveError(self.describe_failure())
 
+    def poll(self) -> None:
+        self.check()
+
     def describe_failure(self) -> str:
         """One sentence about the failure: which ranks, which call, which shape, how long."""
         flight = list(self._lib.cuda_flight(self._handle))

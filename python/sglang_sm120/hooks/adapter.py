@@ -72,6 +72,15 @@ class Sm120AllReduce:
         with contextlib.nullcontext() if self.theirs is None else self.theirs.capture():
             yield
 
+    def poll(self) -> None:
+        """Raise what an asynchronous call reported since the last poll.
+
+        Raises:
+            CollectiveError: a rank did not take part.
+        """
+        with _reported():
+            self.communicator.poll()
+
     def close(self) -> None:
         self.disabled = True
         self.communicator.close()

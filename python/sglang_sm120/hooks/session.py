@@ -73,7 +73,7 @@ class Session:
             CollectiveError: a rank was missing.
         """
         for adapter in self.adapters:
-            adapter.communicator.poll()
+            adapter.poll()
 
     def close(self) -> None:
         for watch in self._watches:
