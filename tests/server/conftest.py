@@ -5,10 +5,12 @@ Rig: CPU server, simulated platform `sm120_sim`, TP 2, tiny trained models. Time
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from sglang_sm120.sim import models
 from sglang_sm120.sim.models import Built, Case, Family
@@ -49,6 +52,21 @@ class Way:
 
 
 @dataclass
+class Death:
+    """How a server ended after one of its ranks was killed while it served.
+
+    Attributes:
+        seconds: from the kill until the launcher had ended.
+        log: everything the server printed.
+        left: processes of the server that were still there.
+    """
+
+    seconds: float
+    log: str
+    left: list[int]
+
+
+@dataclass
 class Served:
     """What one server answered.
 
@@ -56,6 +74,8 @@ class Served:
         one_by_one, together: token ids of each prompt, sent alone and all at once.
         accept_lengths: tokens per verify pass of each prompt sent alone; None without speculation.
         reports: counters of each rank, as `--sm120-stats` wrote them.
+        metrics: what `/metrics` said after the last answer; empty where it was off.
+        death: how the server ended when a rank was killed; None where none was.
     """
 
     way: Way
@@ -65,6 +85,8 @@ class Served:
     accept_lengths: list[float | None]
     reports: list[dict[str, Any]]
     log: str
+    metrics: str = ""
+    death: Death | None = None
 
 
 class SglangServe(SimServer):
@@ -94,12 +116,19 @@ def cases_of(model: Built) -> list[Case]:
     return model.cases(PROMPTS, new=NEW_TOKENS)
 
 
+# The server whose /metrics are read, and the one that loses a rank at its end.
+MEASURED = Way("deepseek", eagle=True, fused=True)
+KILLED = Way("llama", eagle=True, fused=True)
+
+
 def flags_of(way: Way, model: Built, stats: Path) -> list[str]:
     flags = ["--sm120-stats", str(stats)]
     if way.eagle:
         flags += eagle3_flags(model.drafter)
     if way.fused:
         flags += ["--enable-sm120-fusion"]
+    if way == MEASURED:
+        flags += ["--enable-metrics"]
     return flags
 
 
@@ -129,7 +158,29 @@ def ask(server: SimServer, way: Way, model: Built, stats: Path) -> Served:
         [answer.accept_length for answer in alone],
         settled_reports(stats),
         server.log_text(),
+        httpx.get(f"{server.url}/metrics/", timeout=30).text if way == MEASURED else "",
     )
+
+
+def kill_a_rank(server: SimServer, model: Built) -> Death:
+    """Kill rank 1 while the server is busy, and see how it ends."""
+    prompt = cases_of(model)[0].prompt
+
+    def keep_busy() -> None:
+        with contextlib.suppress(ServerError):  # raised when the server has ended, as it must
+            while True:
+                server.generate([prompt], max_new_tokens=200)
+
+    victim, family = server.scheduler(1), server.children()
+    client = threading.Thread(target=keep_busy, daemon=True)
+    client.start()
+    time.sleep(1.0)
+    killed = time.monotonic()
+    victim.kill()
+    server.wait_exit(60)
+    seconds = time.monotonic() - killed
+    client.join(30)
+    return Death(seconds, server.log_text(), [p.pid for p in family if p.is_running()])
 
 
 ENGINE = """
@@ -206,6 +257,8 @@ def served(
                 flags = flags_of(way, model, stats)
                 with kind(model.target, flags, log=folder / "server.log") as server:
                     done[way] = ask(server, way, model, stats)
+                    if way == KILLED:
+                        done[way].death = kill_a_rank(server, model)
         return done[way]
 
     return of

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
 import pytest
-from conftest import Way, flags_of
-from sglang_sm120.sim.server import ServerError, SimServer
+from conftest import KILLED
 
 pytest.importorskip("sglang")
 
@@ -22,33 +19,12 @@ pytest.importorskip("sglang")
 SENTENCE = re.compile(r"sglang-sm120: .*rank 1.*(missing in call|has died)")
 
 
-def test_killed_rank_ends_the_server_within_five_seconds_and_is_named(built, tmp_path):
-    model = built("llama")
-    flags = flags_of(Way("llama", eagle=True, fused=True), model, tmp_path / "stats")
-    with SimServer(model.target, flags, log=tmp_path / "server.log") as server:
-        # Enough passes to leave the long bound of warm-up behind.
-        server.generate([model.cases(1)[0].prompt], max_new_tokens=64)
-        victim = server.scheduler(1)
-
-        def keep_busy() -> None:
-            try:
-                while True:
-                    server.generate([model.cases(1)[0].prompt], max_new_tokens=200)
-            except ServerError:
-                pass  # the server has ended, as it must
-
-        client = threading.Thread(target=keep_busy, daemon=True)
-        client.start()
-        time.sleep(1.0)
-        killed = time.monotonic()
-        os.kill(victim.pid, signal.SIGKILL)
-        server.wait_exit(30)
-        took = time.monotonic() - killed
-        client.join(10)
-        said = [line for line in server.log_text().splitlines() if SENTENCE.search(line)]
-        assert said, server.tail()
-        assert took < 5.0, f"{took:.1f} s\n{server.tail()}"
-        assert not [p for p in server.children() if p.is_running()]
+def test_killed_rank_ends_the_server_within_five_seconds_and_is_named(served):
+    death = served(KILLED).death
+    said = [line for line in death.log.splitlines() if SENTENCE.search(line)]
+    assert said, death.log[-3000:]
+    assert death.seconds < 5.0, death.log[-3000:]
+    assert not death.left
 
 
 def launch(*flags: str, entry: tuple[str, ...] = ("-m", "sglang.launch_server"), **environ: str):

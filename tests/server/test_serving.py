@@ -6,8 +6,10 @@ style, plain, fused) and `sglang.Engine` (Llama, plain, fused).
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from conftest import NEW_TOKENS, Served, Way, known_text
+from conftest import MEASURED, NEW_TOKENS, Served, Way, known_text
 
 pytest.importorskip("sglang")
 
@@ -96,6 +98,22 @@ def test_stock_server_sums_with_gloo_and_has_none_of_our_hooks(served, family):
     for report in run.reports:
         assert report["groups"] == {} and report["calls"] == {}
         assert report["sums_per_pass"]["verify"] == {"gloo": 2 * run.model.layers + 1}
+
+
+def test_metrics_hold_the_counters_of_the_sums(served):
+    run = served(MEASURED)
+    found = dict(re.findall(r"sglang:sm120_sums_total\{([^}]*)\} (\S+)", run.metrics))
+    counted = {
+        (kind, forward): float(value)
+        for labels, value in found.items()
+        if 'tp_rank="0"' in labels
+        for kind, forward in [
+            (re.search(r'kind="(\w+)"', labels)[1], re.search(r'forward="(\w+)"', labels)[1])
+        ]
+    }
+    for kind in ("fused_attention_sum", "fused_ffn_sum", "plain"):
+        assert counted[kind, "verify"] == run.reports[0]["sums"]["verify"][kind]
+    assert "sglang:sm120_passes_total{" in run.metrics
 
 
 @pytest.mark.parametrize("way", FUSED_WAYS, ids=str)

@@ -79,3 +79,34 @@ def test_process_numbers_of_another_machine_or_namespace_are_not_watched(other, 
     with pytest.raises(queue.Empty):
         deaths.get(timeout=0.3)
     watch.close()
+
+
+def test_session_says_who_died_and_how_far_this_rank_was(other, caplog, tmp_path):
+    pytest.importorskip("sglang")
+    from collections import Counter
+    from types import SimpleNamespace
+
+    from sglang_sm120.comm.communicator import Op
+    from sglang_sm120.comm.factory import Outcome
+    from sglang_sm120.hooks.session import Session
+    from sglang_sm120.options import Options
+
+    name = uuid.uuid4().hex
+    me = Peer.here(0)
+    peer = dataclasses.replace(me, rank=1, pid=other.pid)
+    watching._mark(name, 1).touch()
+    communicator = SimpleNamespace(
+        rank=0, calls=Counter({Op.ALL_REDUCE: 4, Op.ALL_REDUCE_RMSNORM: 3})
+    )
+    adapter = SimpleNamespace(communicator=communicator, close=lambda: None)
+    session = Session(Options(), "cpu", 0)
+    session.adopt("tp", Outcome(None, "host", "", (me, peer), name), adapter)
+    other.kill()
+    deadline = time.monotonic() + 5
+    while not caplog.messages and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert caplog.messages == [
+        f'sglang-sm120: rank 1 of group "tp" (process {other.pid}) has died; rank 0 had finished 7 calls. '
+        "The server ends."
+    ]
+    session.close()
