@@ -150,6 +150,13 @@ class SimServer:
         self.log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
+        # Plain HTTP to this machine: certificates and proxies would only cost time.
+        self._http = httpx.Client(
+            base_url=self.url,
+            verify=False,
+            trust_env=False,
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
 
     @property
     def url(self) -> str:
@@ -219,13 +226,13 @@ class SimServer:
             while True:
                 self._raise_if_ended()
                 with contextlib.suppress(httpx.TransportError):
-                    if httpx.get(f"{self.url}/health", timeout=30.0).status_code == 200:
+                    if self._http.get("/health", timeout=30.0).status_code == 200:
                         break
                 if time.monotonic() - began > self.start_timeout_s:
                     raise ServerError(
                         f"the server was not ready after {self.start_timeout_s:.0f} s.\n{self.tail()}"
                     )
-                time.sleep(0.25)
+                time.sleep(0.5)
         except BaseException:
             self.stop()
             raise
@@ -324,7 +331,7 @@ class SimServer:
             ServerError: No connection, a status other than 200, or a dead server.
         """
         try:
-            answer = httpx.request(method, self.url + path, json=body, timeout=timeout_s)
+            answer = self._http.request(method, path, json=body, timeout=timeout_s)
         except httpx.TransportError as error:
             raise ServerError(
                 f"{method} {path} failed: {type(error).__name__}: {error}.\n{self.tail()}"
