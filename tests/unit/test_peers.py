@@ -6,6 +6,7 @@ import dataclasses
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -32,40 +33,39 @@ def start(process: subprocess.Popen[bytes], **changes: str):
     session = uuid.uuid4().hex
     me = Peer.here(0)
     peer = dataclasses.replace(me, rank=1, pid=process.pid, **changes)
-    mark = watching._mark(session, 1)
-    mark.touch()
     deaths: queue.Queue[tuple[Peer, float]] = queue.Queue()
     watch = PeerWatch(session, 0, [me, peer], lambda p: deaths.put((p, time.monotonic())))
-    return watch, deaths, mark, peer
+    return watch, deaths, session, peer
 
 
 def test_killed_rank_is_reported_within_a_second(other):
-    watch, deaths, mark, peer = start(other)
+    watch, deaths, _, peer = start(other)
     assert watch.watched == (1,)
     killed = time.monotonic()
     other.send_signal(signal.SIGKILL)
     reported, at = deaths.get(timeout=5)
     assert reported == peer and at - killed < 1.0
-    assert not mark.exists()
     watch.close()
 
 
 def test_rank_that_left_in_order_is_not_reported(other):
-    watch, deaths, mark, _ = start(other)
-    mark.unlink()
+    watch, deaths, session, _ = start(other)
+    watching.say_goodbye(session, 1, [0, 1])
     other.communicate(b"\n", timeout=10)
     with pytest.raises(queue.Empty):
         deaths.get(timeout=3 * watching.GRACE_S + 0.3)
     watch.close()
 
 
-def test_close_ends_the_thread_and_removes_the_own_mark(other):
-    watch, deaths, _, _ = start(other)
-    own = watching._mark(watch._session, 0)
-    assert own.exists()
-    watch.close()
-    watch.close()
-    assert not own.exists() and not watch._thread.is_alive()
+def test_close_tells_the_others_and_ends_the_thread(other):
+    watch, deaths, session, _ = start(other)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
+        ear.settimeout(5)
+        ear.bind(watching.address(session, 1))
+        watch.close()
+        watch.close()
+        assert ear.recv(16) == bytes([0])
+    assert not watch._thread.is_alive()
     other.kill()
     with pytest.raises(queue.Empty):
         deaths.get(timeout=0.3)
@@ -94,7 +94,6 @@ def test_session_says_who_died_and_how_far_this_rank_was(other, caplog, tmp_path
     name = uuid.uuid4().hex
     me = Peer.here(0)
     peer = dataclasses.replace(me, rank=1, pid=other.pid)
-    watching._mark(name, 1).touch()
     communicator = SimpleNamespace(
         rank=0, calls=Counter({Op.ALL_REDUCE: 4, Op.ALL_REDUCE_RMSNORM: 3})
     )

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import tempfile
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from sglang_sm120.comm.factory import Peer
 
@@ -24,8 +23,8 @@ GRACE_S = 0.05
 class PeerWatch:
     """Watches the other ranks' processes from a daemon thread.
 
-    A rank that leaves in order calls `close()` (or ends its interpreter), which removes its mark; a rank that
-    ends while its mark is there has died.
+    A rank that leaves in order says so to the others in `close()`; a rank that ends without a word has died. The
+    words travel over sockets in Linux's abstract namespace, of which nothing is left when a process ends.
 
     Args:
         session: text that is unique to this group on this machine.
@@ -38,12 +37,13 @@ class PeerWatch:
         self, session: str, rank: int, peers: Sequence[Peer], on_death: Callable[[Peer], None]
     ) -> None:
         me = next(peer for peer in peers if peer.rank == rank)
-        self._session = session
-        self._mark = _mark(session, rank)
-        self._mark.touch()
+        self._session, self._rank = session, rank
+        self._ranks = [peer.rank for peer in peers]
         self._on_death = on_death
+        self._left: set[int] = set()
         self._fds: dict[int, Peer] = {}
-        self._wake, self._woken = os.pipe()
+        self._inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._inbox.bind(address(session, rank))
         for peer in peers:
             visible = (peer.machine, peer.pid_namespace) == (me.machine, me.pid_namespace)
             if peer.rank != rank and visible and me.pid_namespace:
@@ -59,38 +59,48 @@ class PeerWatch:
 
     def close(self) -> None:
         """Leave in order; may be called twice."""
-        self._mark.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            os.close(self._woken)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=1.0)
+        if self._thread.is_alive():
+            say_goodbye(self._session, self._rank, self._ranks)
+            if threading.current_thread() is not self._thread:
+                self._thread.join(timeout=1.0)
 
     def _watch(self) -> None:
         poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        for fd in self._fds:
+        for fd in (self._inbox.fileno(), *self._fds):
             poll.register(fd, select.POLLIN)
-        while self._fds:
+        while self._rank not in self._left:
             for fd, _ in poll.poll():
-                if fd == self._wake:
-                    self._release()
-                    return
-                peer = self._fds.pop(fd)
-                poll.unregister(fd)
-                os.close(fd)
-                mark = _mark(self._session, peer.rank)
-                if mark.exists():
-                    time.sleep(GRACE_S)
-                    mark.unlink(missing_ok=True)
-                    self._on_death(peer)
-        self._release()
-
-    def _release(self) -> None:
-        for fd in (*self._fds, self._wake):
-            with contextlib.suppress(OSError):
-                os.close(fd)
+                if fd in self._fds:
+                    poll.unregister(fd)
+                    os.close(fd)
+                    self._ended(self._fds.pop(fd))
+                else:
+                    self._hear()
+        for fd in self._fds:
+            os.close(fd)
         self._fds.clear()
+        self._inbox.close()
+
+    def _ended(self, peer: Peer) -> None:
+        self._hear()
+        if peer.rank not in self._left:
+            time.sleep(GRACE_S)
+            self._on_death(peer)
+
+    def _hear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._left.update(self._inbox.recv(16))
 
 
-def _mark(session: str, rank: int) -> Path:
-    return Path(tempfile.gettempdir()) / f"sglang-sm120-{session}-{rank}.alive"
+def address(session: str, rank: int) -> str:
+    """Abstract socket address where a rank hears who leaves."""
+    return f"\0sglang-sm120-{session}-{rank}"
+
+
+def say_goodbye(session: str, rank: int, ranks: Sequence[int]) -> None:
+    """Tell all ranks, this one's own watch included, that `rank` leaves in order."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as out:
+        for other in ranks:
+            with contextlib.suppress(OSError):  # it left before us
+                out.sendto(bytes([rank]), address(session, other))
