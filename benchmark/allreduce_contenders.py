@@ -7,6 +7,7 @@ call on the current stream. Every way is checked against the scalar sum before i
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -119,27 +120,17 @@ class Native:
         for schedule in schedules:
             if rows * hidden * 2 > self.comm._small and schedule == "one_shot":
                 continue
-            seen = set()
             for cluster in (1, 2, 4, 8):
                 for per_cta in (1, 2, 4):
                     ctas = -(-rows // per_cta) * cluster
                     if ctas > 16 or (per_cta > 1 and cluster > 1) or per_cta > rows:
                         continue
-                    share = -(-tiles // cluster)
-                    for units in (1, 2, 4, 7):
-                        warps = -(-share // units)
-                        if (
-                            warps * per_cta > 16
-                            or warps < 2
-                            or (cluster > 1 and fused and units > 2)
-                        ):
+                    for units in (1, 2, 4):
+                        warps = math.ceil(math.ceil(tiles / cluster) / units)
+                        if warps * per_cta > 32 or (cluster > 1 and fused and units > 2):
                             continue
-                        if (cluster, per_cta, warps) in seen:
-                            continue
-                        seen.add((cluster, per_cta, warps))
                         yield How(schedule, cluster, warps, per_cta, ctas)
-                        if units <= 2 and cluster in (1, 4):
-                            yield How(schedule, cluster, warps, per_cta, ctas, False)
+                        yield How(schedule, cluster, warps, per_cta, ctas, False)
 
     def close(self) -> None:
         self.comm.close()
@@ -212,6 +203,9 @@ class Trtllm:
         from flashinfer.comm import trtllm_ar
 
         self.ar, self.rank, self.world = trtllm_ar, rank, world
+        if torch.cuda.device_count() < world:
+            # torch's symmetric memory refuses ranks that share a GPU: share the same buffers by CUDA IPC.
+            trtllm_ar._alloc_symm_buffer_bytes = self._shared_buffer
         self.handles, self.workspace = trtllm_ar.trtllm_create_ipc_workspace_for_all_reduce_fusion(
             rank, world, ROWS_MAX, HIDDEN_MAX, use_fp32_lamport=False, group=group
         )
@@ -238,6 +232,15 @@ class Trtllm:
 
                 name = f"{self.name} {'one' if one_shot else 'two'}-shot{' pdl' if pdl else ''}"
                 yield Way(name, call, lambda: norm if fused else out, fused)
+
+    def _shared_buffer(self, nbytes: int, *_: Any) -> tuple[list[int], None, None]:
+        from flashinfer.comm.cuda_ipc import create_shared_buffer, cudart
+
+        pointers = create_shared_buffer(nbytes, group=dist.group.WORLD)
+        cudart.cudaMemset(pointers[self.rank], 0, nbytes)
+        torch.cuda.synchronize()
+        dist.barrier()
+        return pointers, None, None
 
     def close(self) -> None:
         with contextlib.suppress(Exception):

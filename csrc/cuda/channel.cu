@@ -12,7 +12,6 @@ namespace {
 constexpr uint32_t kSmallRows = 64;  // up to here a call uses at most kSmallCtas
 constexpr uint32_t kSmallCtas = 16;
 constexpr uint32_t kLargeCtas = 32;
-constexpr uint32_t kUnitVectors = 32;  // 16-byte units in 512 bytes
 
 uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
@@ -41,7 +40,7 @@ void launch_kernel(const void* kernel, uint32_t ctas, uint32_t threads, uint32_t
   }
   config.attrs = attributes;
   config.numAttrs = n;
-  if (shared > 48 * 1024) {
+  if (shared > 40 * 1024) {  // with the kernel's own, above the default of 48 KiB
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(shared)),
           "raise the shared memory limit");
@@ -57,26 +56,23 @@ void fail(cudaError_t error, const std::string& what) {
                            cudaGetErrorString(error) + ")");
 }
 
-Geometry choose(const Shape& shape, uint32_t world, bool norm, bool clusters) {
+Geometry choose(const Shape& shape, bool norm, bool clusters) {
   const uint32_t tiles = shape.tiles_per_row;
   const uint32_t limit = cta_limit(shape);
   Geometry g{1, 0, 1, 0};
   // Few rows: spread each over a cluster until the CTAs are used up or a CTA holds four tiles.
   const uint32_t most = clusters || !norm ? 8u : 1u;
-  while (g.cluster < most && g.cluster * 2 * shape.rows <= limit &&
-         ceil_div(tiles, g.cluster * 2) >= 4) {
+  while (g.cluster < most && g.cluster * 2 * shape.rows <= limit && tiles >= g.cluster * 8) {
     g.cluster *= 2;
   }
-  // Many rows: several in a CTA, as long as its 16 warps allow one warp for every 8 tiles of each.
-  while (g.rows_per_cta < 4 && g.cluster == 1 && shape.rows > limit * g.rows_per_cta)
+  // Many rows: several in a CTA, as long as a warp can hold its share of each.
+  while (g.rows_per_cta < 4 && g.cluster == 1 && shape.rows > limit * g.rows_per_cta &&
+         tiles <= kMaxThreads / 32 / (2 * g.rows_per_cta) * kMostUnits) {
     g.rows_per_cta *= 2;
+  }
   const uint32_t warps = kMaxThreads / 32 / g.rows_per_cta;
-  // A cluster's norm needs its tiles in registers.
-  if (norm && !keeps_in_registers(world, ceil_div(ceil_div(tiles, g.cluster), warps)))
-    g.cluster = 1;
   const uint32_t share = ceil_div(tiles, g.cluster);
-  const uint32_t units = ceil_div(share, warps);
-  g.group_warps = ceil_div(share, units);
+  g.group_warps = ceil_div(share, ceil_div(share, warps));
   g.ctas = std::min(ceil_div(shape.rows, g.rows_per_cta) * g.cluster, limit);
   return g;
 }
@@ -159,8 +155,6 @@ void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
   const bool norm = call.op != Op::kAllReduce;
   const bool two_shot = call.schedule != Schedule::kOneShot;
   const bool island = config_.topology.islands > 1;
-  const bool flat = !island && !call.int8 && call.dtype != Dtype::kF32 && !call.weight_f32 &&
-                    has_flat(config_.topology.world, two_shot);
 
   Params p = base_;
   p.x = static_cast<const char*>(call.x);
@@ -182,9 +176,16 @@ void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
   p.codec = static_cast<uint8_t>(codec);
   p.partial = static_cast<uint8_t>(partial);
 
-  if (geometry.ctas == 0) {
-    geometry = flat ? choose(call.shape, config_.topology.world, norm, clusters_)
-                    : Geometry{1, 0, 1, std::min(call.shape.rows, cta_limit(call.shape))};
+  // One island and 16-bit data that travels as it is may have a flat kernel.
+  const void* kernel = nullptr;
+  if (!island && !call.int8 && !call.weight_f32) {
+    const Geometry g = geometry.ctas != 0 ? geometry : choose(call.shape, norm, clusters_);
+    const uint32_t units = ceil_div(call.shape.tiles_per_row, g.cluster * g.group_warps);
+    kernel = flat(call.dtype, norm, two_shot, config_.topology.world, units);
+    if (kernel != nullptr) geometry = g;
+  }
+  if (kernel == nullptr) {
+    geometry = Geometry{1, 0, 1, std::min(call.shape.rows, cta_limit(call.shape))};
   }
   const Plan plan{config_.topology, call.schedule,
                   call.dtype,       codec,
@@ -193,20 +194,21 @@ void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
   const uint32_t tiles = call.shape.tiles();
   p.plan_hash = plan_hash(plan);
   const uint32_t stride = wire_stride(codec) / 16, cross = wire_stride(partial) / 16;
-  p.touched_reduce = view.extent(Region::kReduce, tiles) * stride | (flat ? kInterleaved : 0u);
+  p.touched_reduce =
+      view.extent(Region::kReduce, tiles) * stride | (kernel != nullptr ? kInterleaved : 0u);
   p.touched_cross = view.extent(Region::kCross, tiles) * cross;
   p.touched_gather = view.extent(Region::kGather, tiles) * stride;
-  if (flat) {
-    launch_flat(call, p, geometry, stream);
+  if (kernel != nullptr) {
+    launch_flat(kernel, call, p, geometry, stream);
   } else {
     p.view = view;
     launch_general(call, p, geometry, stream);
   }
 }
 
-void Channel::launch_flat(const Call& call, Params& p, Geometry g, cudaStream_t stream) {
+void Channel::launch_flat(const void* kernel, const Call& call, Params& p, Geometry g,
+                          cudaStream_t stream) {
   const bool norm = call.op != Op::kAllReduce;
-  const bool two_shot = call.schedule != Schedule::kOneShot;
   const uint32_t units = ceil_div(p.tiles_per_row, g.cluster * g.group_warps);
   const uint32_t threads = g.group_warps * g.rows_per_cta * 32;
   p.group_warps = g.group_warps;
@@ -216,20 +218,17 @@ void Channel::launch_flat(const Call& call, Params& p, Geometry g, cudaStream_t 
   p.row_stride = g.ctas / g.cluster * g.rows_per_cta;
   const bool joined = norm && g.cluster > 1;
   if (threads == 0 || threads > kMaxThreads || g.ctas > kMaxCtas || g.rows_per_cta > 4 ||
-      1u << p.cluster_log2 != g.cluster || g.ctas % g.cluster != 0 ||
-      (joined && (!keeps_in_registers(p.world, units) || g.rows_per_cta != 1 ||
-                  p.row_stride < p.rows || !clusters_))) {
+      units > kMostUnits || 1u << p.cluster_log2 != g.cluster || g.ctas % g.cluster != 0 ||
+      (joined && (units > 2 || g.rows_per_cta != 1 || p.row_stride < p.rows || !clusters_))) {
     throw std::invalid_argument("this geometry does not fit the call");
   }
-  const void* kernel = call.dtype == Dtype::kBf16 ? flat_bf16(norm, two_shot, p.world, units)
-                                                  : flat_f16(norm, two_shot, p.world, units);
-  const uint32_t shared = !keeps_in_registers(p.world, units) ? units * threads * 16 : 0;
+  const uint32_t shared = units > 2 ? kMostUnits * threads * 16 : 0;
   launch_kernel(kernel, g.ctas, threads, shared, joined ? g.cluster : 1, call.pdl && clusters_, p,
                 stream);
 }
 
 void Channel::launch_general(const Call& call, Params& p, Geometry g, cudaStream_t stream) {
-  const uint32_t warps = std::min(kMaxThreads / 32, p.tiles_per_row);
+  const uint32_t warps = std::min(kGeneralThreads / 32, p.tiles_per_row);
   launch_kernel(general(call.dtype, call.op != Op::kAllReduce), g.ctas, warps * 32,
                 p.tiles_per_row * kTile * 4, 1, call.pdl && clusters_, p, stream);
 }

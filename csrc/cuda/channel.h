@@ -71,7 +71,8 @@ class Channel {
   void reset();
 
  private:
-  void launch_flat(const Call& call, Params& p, Geometry geometry, cudaStream_t stream);
+  void launch_flat(const void* kernel, const Call& call, Params& p, Geometry geometry,
+                   cudaStream_t stream);
   void launch_general(const Call& call, Params& p, Geometry geometry, cudaStream_t stream);
 
   ChannelConfig config_;
@@ -85,7 +86,7 @@ class Channel {
 };
 
 // The spread of a row that the flat kernels use by default: a pure function, equal on every rank.
-Geometry choose(const Shape& shape, uint32_t world, bool norm, bool clusters);
+Geometry choose(const Shape& shape, bool norm, bool clusters);
 
 [[noreturn]] void fail(cudaError_t error, const std::string& what);
 inline void check(cudaError_t error, const char* what) {

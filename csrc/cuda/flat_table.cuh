@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Instantiates the flat kernels of one dtype and finds them by their run-time parameters.
+// Instantiates the flat kernels of one world and schedule and finds them by their run-time
+// parameters.
 #pragma once
 
 #include "flat.cuh"
@@ -7,32 +8,27 @@
 
 namespace sm120 {
 
-template <class T, bool kNorm, bool kTwoShot, int kWorld>
+// kMost: most tiles per warp, 1, 2 or 4. One-shot with many sources is for few rows only.
+template <class T, bool kNorm, bool kTwoShot, int kWorld, int kMost>
 const void* flat_of_units(uint32_t units) {
+  if (units > kMost) return nullptr;
   if (units == 1) return reinterpret_cast<const void*>(&flat_kernel<T, kNorm, kTwoShot, kWorld, 1>);
-  if constexpr (keeps_in_registers(kWorld, 2)) {
-    if (units == 2)
+  if constexpr (kMost >= 2) {
+    if (units == 2) {
       return reinterpret_cast<const void*>(&flat_kernel<T, kNorm, kTwoShot, kWorld, 2>);
+    }
   }
-  return reinterpret_cast<const void*>(&flat_kernel<T, kNorm, kTwoShot, kWorld, 0>);
+  return reinterpret_cast<const void*>(&flat_kernel<T, kNorm, kTwoShot, kWorld, kMost>);
 }
 
-template <class T, bool kNorm>
-const void* flat_of_world(bool two_shot, uint32_t world, uint32_t units) {
-  if (!has_flat(world, two_shot)) return nullptr;
-  if (world == 2) return flat_of_units<T, kNorm, false, 2>(units);
-  if (world == 4) {
-    return two_shot ? flat_of_units<T, kNorm, true, 4>(units)
-                    : flat_of_units<T, kNorm, false, 4>(units);
+template <bool kTwoShot, int kWorld, int kMost>
+const void* flat_of(Dtype dtype, bool norm, uint32_t units) {
+  if (dtype == Dtype::kBf16) {
+    return norm ? flat_of_units<Bf16, true, kTwoShot, kWorld, kMost>(units)
+                : flat_of_units<Bf16, false, kTwoShot, kWorld, kMost>(units);
   }
-  return two_shot ? flat_of_units<T, kNorm, true, 8>(units)
-                  : flat_of_units<T, kNorm, false, 8>(units);
-}
-
-template <class T>
-const void* flat_of(bool norm, bool two_shot, uint32_t world, uint32_t units) {
-  return norm ? flat_of_world<T, true>(two_shot, world, units)
-              : flat_of_world<T, false>(two_shot, world, units);
+  return norm ? flat_of_units<F16, true, kTwoShot, kWorld, kMost>(units)
+              : flat_of_units<F16, false, kTwoShot, kWorld, kMost>(units);
 }
 
 }  // namespace sm120

@@ -82,7 +82,7 @@ struct General {
   const Params& p;
   RowShared& shared;
   float* sums;  // [tiles_per_row][256]
-  uint32_t lane, warp, warps;
+  uint32_t lane, warp;
   uint32_t slot_offset;
   Trouble note;
 
@@ -395,7 +395,6 @@ struct General {
   __device__ __forceinline__ void run() {
     lane = threadIdx.x % 32;
     warp = threadIdx.x / 32;
-    warps = blockDim.x / 32;
     note = 0;
     ptx::wait_previous();
     const CtaState state = load_state(p);
@@ -406,7 +405,7 @@ struct General {
 
     for (uint32_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
 #pragma unroll 1
-      for (uint32_t t = warp; t < p.tiles_per_row; t += warps) scatter(row, t);
+      for (uint32_t t = warp; t < p.tiles_per_row; t += blockDim.x / 32) scatter(row, t);
     }
     ptx::launch_dependents();
     if (blockIdx.x == 0 && warp == 0) push_record(p, epoch, slot, previous);
@@ -419,22 +418,22 @@ struct General {
     }
     for (uint32_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
 #pragma unroll 1
-      for (uint32_t t = warp; t < p.tiles_per_row; t += warps) reduce(row, t);
+      for (uint32_t t = warp; t < p.tiles_per_row; t += blockDim.x / 32) reduce(row, t);
 #pragma unroll 1
-      for (uint32_t t = warp; t < p.tiles_per_row; t += warps) cross(row, t);
+      for (uint32_t t = warp; t < p.tiles_per_row; t += blockDim.x / 32) cross(row, t);
 #pragma unroll 1
-      for (uint32_t t = warp; t < p.tiles_per_row; t += warps) collect(row, t);
+      for (uint32_t t = warp; t < p.tiles_per_row; t += blockDim.x / 32) collect(row, t);
       if constexpr (kNorm) {
 #pragma unroll 1
-        for (uint32_t t = warp; t < p.tiles_per_row; t += warps) add_residual(row, t);
+        for (uint32_t t = warp; t < p.tiles_per_row; t += blockDim.x / 32) add_residual(row, t);
         __syncthreads();
         const RowScale scale = row_scale<T>(p, shared, row, threadIdx.x == 0);
 #pragma unroll 1
-        for (uint32_t t = warp; t < p.tiles_per_row; t += warps) norm(row, t, scale);
+        for (uint32_t t = warp; t < p.tiles_per_row; t += blockDim.x / 32) norm(row, t, scale);
         __syncthreads();  // before the next row's statistics
       } else {
 #pragma unroll 1
-        for (uint32_t t = warp; t < p.tiles_per_row; t += warps) {
+        for (uint32_t t = warp; t < p.tiles_per_row; t += blockDim.x / 32) {
           const Place here = place(row, t);
           float f[8];
           recall(t, f);
@@ -442,16 +441,19 @@ struct General {
         }
       }
     }
-    if (blockIdx.x == 0 && warp == 0) check_record(p, epoch, slot, note);
+    if (blockIdx.x == 0 && warp == 0) {
+      check_record(p, epoch, slot, glance_record(p, slot), note);
+    }
     __syncthreads();  // every warp has read the state
-    if (threadIdx.x == 0) store_state(p, epoch);
+    if (warp == 0) store_state(p, epoch);
     if (note != 0) report(p, note, epoch);
     if (p.tail_fence) ptx::fence_sys();
   }
 };
 
 template <class T, bool kNorm>
-__global__ void __launch_bounds__(kMaxThreads, 2) general_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kGeneralThreads, 2)
+    general_kernel(const __grid_constant__ Params p) {
   __shared__ RowShared shared;
   extern __shared__ float4 sums[];
   General<T, kNorm> kernel{p, shared, reinterpret_cast<float*>(sums)};

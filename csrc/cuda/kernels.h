@@ -6,19 +6,25 @@
 
 namespace sm120 {
 
-// Whether a warp keeps its tiles in registers. Two tiles of eight sources would need more than 64.
-constexpr bool keeps_in_registers(uint32_t world, uint32_t units) {
-  return units == 1 || (units == 2 && world < 8);
-}
+inline constexpr uint32_t kMostUnits = 4;  // tiles of a row that a warp of a flat kernel can hold
 
-const void* flat_bf16(bool norm, bool two_shot, uint32_t world, uint32_t units);
-const void* flat_f16(bool norm, bool two_shot, uint32_t world, uint32_t units);
+// Null where a shape has no flat kernel: the general one serves it.
+const void* flat_one_shot_2(Dtype dtype, bool norm, uint32_t units);
+const void* flat_one_shot_4(Dtype dtype, bool norm, uint32_t units);
+const void* flat_one_shot_8(Dtype dtype, bool norm, uint32_t units);
+const void* flat_two_shot_4(Dtype dtype, bool norm, uint32_t units);
+const void* flat_two_shot_8(Dtype dtype, bool norm, uint32_t units);
 const void* general(Dtype dtype, bool norm);
 
-// Worlds that have flat kernels. Two-shot at world 2 moves as many bytes as one-shot with a hop
-// more.
-constexpr bool has_flat(uint32_t world, bool two_shot) {
-  return (world == 2 && !two_shot) || world == 4 || world == 8;
+inline const void* flat(Dtype dtype, bool norm, bool two_shot, uint32_t world, uint32_t units) {
+  if (dtype == Dtype::kF32) return nullptr;
+  // Two-shot at world 2 moves as many bytes as one-shot with a hop more.
+  if (world == 2) return two_shot ? nullptr : flat_one_shot_2(dtype, norm, units);
+  if (world == 4) {
+    return two_shot ? flat_two_shot_4(dtype, norm, units) : flat_one_shot_4(dtype, norm, units);
+  }
+  if (world != 8) return nullptr;
+  return two_shot ? flat_two_shot_8(dtype, norm, units) : flat_one_shot_8(dtype, norm, units);
 }
 
 }  // namespace sm120

@@ -9,7 +9,8 @@ namespace sm120 {
 
 inline constexpr uint32_t kMaxCtas = 128;         // of one launch
 inline constexpr uint32_t kEpochWrap = 3u << 28;  // a multiple of kSlots that fits CallRecord
-inline constexpr uint32_t kMaxThreads = 512;
+inline constexpr uint32_t kMaxThreads = 1024;     // of a flat kernel's CTA
+inline constexpr uint32_t kGeneralThreads = 512;
 
 // One per CTA index, private to this rank's GPU. Every CTA reads its own before it starts and
 // writes its own (and those of CTAs this launch does not have) when it ends: a counter without
@@ -28,6 +29,8 @@ inline constexpr uint32_t kInterleaved = 1u << 31;
 enum class Quant : uint8_t { kNone = 0, kToken = 1, kGroup = 2 };
 inline constexpr uint32_t kQuantGroup = 128;
 
+// Fields that a flat kernel reads before its first store come first: constants are fetched in
+// lines.
 struct Params {
   // tensors
   const char* x;
@@ -35,35 +38,15 @@ struct Params {
   const char* weight;
   char* out;  // [rows, hidden] in the dtype, or FP8 when quant != kNone
   char* residual_out;
-  float* scale;  // FP8: [rows] or [rows, hidden / 128]
-  // channel
-  CtaState* state;         // kMaxCtas of them
-  uint32_t* claim;         // device word: the first warp to fail takes it
-  FlightRecord* flight;    // pinned host memory
-  char* peer[kMaxWorld];   // slab of every rank as mapped here; null where it is not
-  uint32_t timeout_units;  // of 1.024 us
-  uint32_t slot0;          // offsets in a slab, which is below 4 GiB: slot 0, and regions in a slot
-  uint32_t slot_bytes;
-  uint32_t cross_offset;
-  uint32_t gather_offset;
+  float* scale;     // FP8: [rows] or [rows, hidden / 128]
+  CtaState* state;  // kMaxCtas of them
+  uint32_t* claim;  // device word: the first warp to fail takes it
   // call
   uint32_t rows;
   uint32_t hidden;
   uint32_t tiles_per_row;
   uint32_t world;
   uint32_t rank;
-  float eps;
-  float inverse_hidden;
-  uint32_t plan_hash;
-  uint32_t channel;
-  uint8_t op;
-  uint8_t dtype;
-  Quant quant;
-  uint8_t gemma;
-  uint8_t weight_f32;
-  uint8_t codec;
-  uint8_t partial;
-  uint8_t tail_fence;  // slabs in host memory: order the clearing before the next call's pushes
   // geometry of the flat kernels: a row is shared by group_warps warps in each of 2^cluster_log2
   // CTAs
   uint32_t group_warps;
@@ -71,11 +54,30 @@ struct Params {
   uint32_t cluster_log2;
   uint32_t units;       // tiles per warp
   uint32_t row_stride;  // rows that the grid covers at once
+  uint32_t slot0;       // offsets in a slab, which is below 4 GiB: slot 0, and regions in a slot
+  uint32_t slot_bytes;
+  uint32_t cross_offset;
+  uint32_t gather_offset;
+  float eps;
+  float inverse_hidden;
+  uint8_t op;
+  uint8_t dtype;
+  Quant quant;
+  uint8_t gemma;
+  uint8_t weight_f32;
+  uint8_t codec;
+  uint8_t partial;
+  uint8_t tail_fence;     // slabs in host memory: order the clearing before the next call's pushes
+  char* peer[kMaxWorld];  // slab of every rank as mapped here; null where it is not
   // what this call touches, in 16-byte units, for the next call to clear
   uint32_t touched_reduce;
   uint32_t touched_cross;
   uint32_t touched_gather;
-  View view;  // general kernels only
+  uint32_t timeout_units;  // of 1.024 us
+  uint32_t plan_hash;
+  uint32_t channel;
+  FlightRecord* flight;  // pinned host memory
+  View view;             // general kernels only
 };
 
 }  // namespace sm120

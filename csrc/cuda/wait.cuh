@@ -40,33 +40,41 @@ __device__ __forceinline__ Abort look(const Params& p, uint32_t& began) {
   return static_cast<Abort>(__shfl_sync(~0u, static_cast<uint32_t>(why), 0));
 }
 
-// Poll K vectors of 16 bytes at base, base + stride, ... until every one in `want` (a bit per
-// item; may differ between lanes) has arrived in every lane. `name(k)` says where item k comes
-// from.
-template <int K, class Arrived, class Name>
+struct Nothing {
+  __device__ __forceinline__ void operator()() const {}
+};
+
+// Poll K vectors of 16 bytes at base, base + stride, ... until every one in `want` (a bit per item;
+// may differ between lanes) has arrived in every lane. `name(k)` says where item k comes from, and
+// `meanwhile()` runs once while the first loads are under way.
+template <int K, class Arrived, class Name, class Meanwhile = Nothing>
 __device__ __forceinline__ void poll(const Params& p, const char* base, uint32_t stride,
                                      uint4 (&v)[K], uint32_t want, Trouble& note, Arrived arrived,
-                                     Name name) {
+                                     Name name, Meanwhile meanwhile = Meanwhile()) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    if (want >> k & 1u) v[k] = ptx::ld_wire(base + k * stride);
+  }
+  meanwhile();
   uint32_t spins = 0;
   uint32_t began = 0;
   while (true) {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      if (want >> k & 1u) v[k] = ptx::ld_wire(base + k * stride);
-    }
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
       if ((want >> k & 1u) && arrived(v[k])) want &= ~(1u << k);
     }
-    const uint32_t lanes = __ballot_sync(~0u, want != 0);
-    if (lanes == 0) return;
+    if (!__any_sync(~0u, want != 0)) return;
     if (++spins % kSpinsPerLook == 0) {
       const Abort why = look(p, began);
       if (note != 0 || why != Abort::kNone) {
-        const uint32_t left = __shfl_sync(~0u, want, __ffs(lanes) - 1);
+        const uint32_t left = __shfl_sync(~0u, want, __ffs(__ballot_sync(~0u, want != 0)) - 1);
         if (note == 0) note = trouble(why, name(static_cast<uint32_t>(__ffs(left) - 1)));
         break;
       }
+    }
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (want >> k & 1u) v[k] = ptx::ld_wire(base + k * stride);
     }
   }
 #pragma unroll
@@ -82,7 +90,8 @@ static __device__ __noinline__ void report(const Params& p, Trouble note, uint32
   uint32_t source = note >> 21 & 31u;
   if (why == Abort::kLeft) {
     const uint32_t word = ptx::ld_wire4(p.peer[p.rank] + offsetof(ControlPage, abort));
-    if (word != 0) source = abort_culprit(word);
+    if (word != 0)
+      source = abort_culprit(word) == p.rank ? abort_reporter(word) : abort_culprit(word);
   }
   const uint32_t code = abort_code(why, source, p.rank);
   volatile FlightRecord* f = p.flight;
@@ -131,18 +140,25 @@ __device__ __forceinline__ void push_record(const Params& p, uint32_t epoch, uin
   ptx::st_wire(p.peer[p.rank] + record_offset(previous_slot, lane), all_ones());
 }
 
-// Compare the peers' records with mine.
-__device__ __forceinline__ void check_record(const Params& p, uint32_t epoch, uint32_t slot,
-                                             Trouble& note) {
+// Compare the peers' records with mine. `early` is a look that began before the last poll ended.
+__device__ __forceinline__ uint4 glance_record(const Params& p, uint32_t slot) {
   const uint32_t lane = threadIdx.x & 31;
-  uint4 theirs[1];
-  poll<1>(
-      p, p.peer[p.rank] + record_offset(slot, lane % kMaxWorld), 0, theirs,
-      talks_to(p, lane) ? 1u : 0u, note, [](uint4 v) { return arrived16(v); },
-      [&](uint32_t) { return Where{Phase::kRecord, 0u, 0u}; });
+  return ptx::ld_wire(p.peer[p.rank] + record_offset(slot, lane % kMaxWorld));
+}
+__device__ __forceinline__ void check_record(const Params& p, uint32_t epoch, uint32_t slot,
+                                             uint4 early, Trouble& note) {
+  const uint32_t lane = threadIdx.x & 31;
+  const bool listens = talks_to(p, lane);
+  uint4 theirs[1] = {early};
+  if (__any_sync(~0u, listens && !arrived16(early))) {
+    poll<1>(
+        p, p.peer[p.rank] + record_offset(slot, lane % kMaxWorld), 0, theirs, listens ? 1u : 0u,
+        note, [](uint4 v) { return arrived16(v); },
+        [&](uint32_t) { return Where{Phase::kRecord, 0u, 0u}; });
+  }
   const uint4 mine = my_record(p, epoch);
-  const bool differs = talks_to(p, lane) && (mine.x != theirs[0].x || mine.y != theirs[0].y ||
-                                             mine.z != theirs[0].z || mine.w != theirs[0].w);
+  const bool differs = listens && (mine.x != theirs[0].x || mine.y != theirs[0].y ||
+                                   mine.z != theirs[0].z || mine.w != theirs[0].w);
   const uint32_t others = __ballot_sync(~0u, differs);
   if (others != 0 && note == 0) {
     note = trouble(Abort::kMismatch,
@@ -157,9 +173,11 @@ __device__ __forceinline__ CtaState load_state(const Params& p) {
   const uint4 v = ptx::ld_stream(p.state + blockIdx.x);
   return CtaState{v.x, v.y, v.z, v.w};
 }
+// One warp.
 __device__ __forceinline__ void store_state(const Params& p, uint32_t epoch) {
   const uint32_t next = epoch + 1 == kEpochWrap ? 0 : epoch + 1;
-  for (uint32_t c = blockIdx.x; c < kMaxCtas; c += gridDim.x) {
+  for (uint32_t c = blockIdx.x + (threadIdx.x & 31) * gridDim.x; c < kMaxCtas;
+       c += 32 * gridDim.x) {
     *reinterpret_cast<uint4*>(p.state + c) =
         uint4{next, p.touched_reduce, p.touched_cross, p.touched_gather};
   }

@@ -117,8 +117,11 @@ def test_fp8_is_what_quantising_the_norm_gives(world: int, group_size: int) -> N
             normed = group.norm(parts, residual, weight)[0]
             assert normed is not None
             values = normed[0].float().view(rows, -1, group_size or hidden)
-            scale = values.abs().amax(-1) / 448.0
-            codes = (values * torch.where(scale == 0, 0.0, 1.0 / scale)[..., None]).clamp(-448, 448)
+            most = values.abs().amax(-1)
+            scale = most / torch.full_like(most, 448.0)  # by a scalar torch multiplies
+            codes = (
+                values * torch.where(scale == 0, 0.0, torch.ones_like(scale) / scale)[..., None]
+            ).clamp(-448, 448)
             expected = codes.to(torch.float8_e4m3fn).view(rows, hidden)
             for g in group.fp8(parts, residual, weight, group_size):
                 assert g is not None

@@ -17,8 +17,11 @@ NAME = "sglang_sm120_cuda"
 SOURCES = (
     "cuda/channel.cu",
     "cuda/memory.cu",
-    "cuda/flat_bf16.cu",
-    "cuda/flat_f16.cu",
+    "cuda/flat_one_shot_2.cu",
+    "cuda/flat_one_shot_4.cu",
+    "cuda/flat_one_shot_8.cu",
+    "cuda/flat_two_shot_4.cu",
+    "cuda/flat_two_shot_8.cu",
     "cuda/general.cu",
     "cuda/probe.cu",
     "ffi/cuda.cpp",

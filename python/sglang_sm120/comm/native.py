@@ -285,27 +285,43 @@ class NativeCommunicator(Communicator):
         if not flight:
             return f"{self.name}: no failure on rank {self.rank}"
         _, channel, phase, tile, source, op, dtype, rows, hidden, call, waited, why = flight
-        what = f"{_OPS[op].value}, {rows} x {hidden} {_DTYPE_NAMES[dtype]}"
+        what = _call_text(rows, hidden, op, dtype)
         where = f"{self.name}, channel {channel}, call {call}, rank {self.rank}"
-        other = self._other_call(call, source, (rows, hidden, op, dtype))
-        if other or why == _MISMATCH:
-            shape = other or "another shape"
-            return f"{where}: call mismatch: this rank called {what}, rank {source} called {shape}"
-        if why == _LEFT:
-            return f"{where}: rank {source} is missing in {what}, as another rank found"
+        # The records that ranks leave when they begin a call tell a rank that never came from one that waits too.
+        missing, others = self._who_called(call)
+        for rank, other in others.items():
+            if other != (rows, hidden, op, dtype):
+                return (
+                    f"{where}: call mismatch: this rank called {what}, "
+                    f"rank {rank} called {_call_text(*other)}"
+                )
+        if why == _MISMATCH:
+            return f"{where}: call mismatch: this rank called {what}, rank {source} something else"
+        named = missing or [source]
+        ranks = " and ".join(str(rank) for rank in named)
+        verb = "are" if len(named) > 1 else "is"
+        noun = "ranks" if len(named) > 1 else "rank"
+        found = ", as another rank found" if why == _LEFT else ""
         return (
-            f"{where}: rank {source} is missing in {what} (phase {_PHASES[phase]}, tile {tile}, "
-            f"waited {waited / 1e6:.0f} ms)"
+            f"{where}: {noun} {ranks} {verb} missing in {what}{found} (this rank waited for rank {source}, "
+            f"phase {_PHASES[phase]}, tile {tile}, bound {waited / 1e6:.0f} ms)"
         )
 
-    def _other_call(self, call: int, source: int, mine: tuple[int, int, int, int]) -> str | None:
-        """What the other rank's call record says, if it is of the same call and differs from mine."""
+    def _who_called(self, call: int) -> tuple[list[int], dict[int, tuple[int, int, int, int]]]:
+        """(ranks that have not begun `call`, the shapes of those that have), from the call records."""
+        missing: list[int] = []
+        others: dict[int, tuple[int, int, int, int]] = {}
         with contextlib.suppress(RuntimeError):
             records = list(self._lib.cuda_records(self._handle, call, self.world))
-            epoch, rows, hidden, op, dtype = records[source * 5 : source * 5 + 5]
-            if epoch == call and (rows, hidden, op, dtype) != mine:
-                return f"{_OPS[op].value}, {rows} x {hidden} {_DTYPE_NAMES[dtype]}"
-        return None
+            for rank in range(self.world):
+                epoch, rows, hidden, op, dtype = records[rank * 5 : rank * 5 + 5]
+                if rank == self.rank:
+                    continue
+                if epoch < call:
+                    missing.append(rank)
+                elif epoch == call:
+                    others[rank] = (rows, hidden, op, dtype)
+        return missing, others
 
     def recover(self, exchange: slab.Exchange) -> None:
         """Start afresh after a failure: every rank clears its slab and counters. Collective."""
@@ -325,6 +341,10 @@ class NativeCommunicator(Communicator):
     def __del__(self) -> None:
         if getattr(self, "_handle", 0):
             self.close()
+
+
+def _call_text(rows: int, hidden: int, op: int, dtype: int) -> str:
+    return f"{_OPS[op].value}, {rows} x {hidden} {_DTYPE_NAMES[dtype]}"
 
 
 def _norm_inputs(

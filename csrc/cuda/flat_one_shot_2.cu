@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "flat_table.cuh"
+
+namespace sm120 {
+
+const void* flat_one_shot_2(Dtype dtype, bool norm, uint32_t units) {
+  return flat_of<false, 2, 4>(dtype, norm, units);
+}
+
+}  // namespace sm120
