@@ -125,9 +125,8 @@ void cuda_all_reduce_rmsnorm(int64_t handle, Array<int64_t> how, TensorView x, T
 }
 
 // The default spread of a row: cluster, group warps, rows per CTA, CTAs.
-Array<int64_t> cuda_geometry(int64_t world, int64_t rows, int64_t hidden, bool norm,
-                             bool clusters) {
-  const Geometry g = choose(shape_of(rows, hidden), static_cast<uint32_t>(world), norm, clusters);
+Array<int64_t> cuda_geometry(int64_t rows, int64_t hidden, bool norm, bool clusters) {
+  const Geometry g = choose(shape_of(rows, hidden), norm, clusters);
   return {g.cluster, g.group_warps, g.rows_per_cta, g.ctas};
 }
 
