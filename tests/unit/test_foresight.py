@@ -368,6 +368,10 @@ def test_simulate_command(tmp_path: Path) -> None:
     assert body["kind"] == "simulated"
     assert [e["method"] for e in body["estimates"]] == ["island_dataflow", "nccl"]
     assert len(body["estimates"][0]["hops"]) == 3
+    slower = ("--kernel-us", "12.3", "--hop-us", "0.4")
+    code, out = run("simulate", where, "--rows", "4", "-s", "island_dataflow", "--json", *slower)
+    late = json.loads(out)["estimates"][0]["total_us"]
+    assert late == pytest.approx(body["estimates"][0]["total_us"] + 10.0)
     code, out = run("simulate", where, "-s", "warp-drive")
     assert code == 2 and "no schedule 'warp-drive'" in " ".join(out.split())
     code, out = run("simulate", "--list")

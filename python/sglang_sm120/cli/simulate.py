@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -33,6 +34,16 @@ def command(
     healthy: Annotated[
         bool, typer.Option("--healthy", help="Leave out collapse rules and faults.")
     ] = False,
+    kernel_us: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help="Our kernels' fixed time, if you measured it (launch, load, store)."
+        ),
+    ] = None,
+    hop_us: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Our kernels' software time per hop, if you measured it."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (.png, .svg, .pdf).")] = None,
     list_all: Annotated[
@@ -60,9 +71,16 @@ def command(
         if counts[0] < 1 or world > box.world:
             raise ValueError(f"rows must be positive and --world at most {box.world}")
         taking = tuple(range(world or box.world))
+        costs = simulate.COSTS
+        if kernel_us is not None:
+            costs = msgspec.structs.replace(costs, fixed_us=kernel_us)
+        if hop_us is not None:
+            costs = msgspec.structs.replace(costs, hop_us=hop_us)
         sweep: dict[str, list[simulate.Estimate]] = {}
         for method in schedule or simulate.applicable(box, taking):
-            sweep[method] = [simulate.any_method(box, method, n, hidden, taking) for n in counts]
+            sweep[method] = [
+                simulate.any_method(box, method, n, hidden, taking, costs) for n in counts
+            ]
     except (MachineError, simulate.SimulationError, ValueError, OSError) as error:
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}")
         raise typer.Exit(2) from error

@@ -26,6 +26,7 @@ from sglang_sm120.fabric.simulate_engine import (
 from sglang_sm120.fabric.simulate_own import COSTS, Costs
 
 __all__ = [
+    "COSTS",
     "Estimate",
     "SimulationError",
     "any_method",
@@ -227,15 +228,20 @@ def applicable(machine: Machine, ranks: Sequence[int]) -> tuple[str, ...]:
 
 
 def any_method(
-    machine: Machine, method: str, rows: int, hidden: int, ranks: Sequence[int]
+    machine: Machine,
+    method: str,
+    rows: int,
+    hidden: int,
+    ranks: Sequence[int],
+    costs: Costs = COSTS,
 ) -> Estimate:
-    """An own schedule or a rival, by name.
+    """An own schedule (with `costs`) or a rival, by name.
 
     Raises:
         SimulationError: no such schedule, or it cannot serve this machine.
     """
     if method in own_names():
-        return own(machine, method, rows, hidden, ranks)
+        return own(machine, method, rows, hidden, ranks, costs)
     if method not in methods():
         raise SimulationError(
             f"no schedule {method!r}: own are {', '.join(own_names())}; rivals {', '.join(methods())}"
