@@ -323,6 +323,22 @@ def test_c34_the_dispatcher_serves_what_the_plan_says_and_counts_it() -> None:
     assert inner.closed
 
 
+def test_c34_every_admitted_row_count_runs_by_the_plans_schedule() -> None:
+    entry = Entry(Op.ALL_REDUCE, 8, Choice(backend="native", schedule="two_shot"))
+    plan = Plan(group="tp", world=1, hidden=64, itemsize=2, islands=flat(1), entries=(entry,))
+    told: list[tuple[Op, int, str]] = []
+    ours = PlannedCommunicator(
+        ThreadSum(0, ThreadExchange(1), 1),
+        "native",
+        lambda h, d, r: plan,
+        choose=lambda op, rows, schedule: told.append((op, rows, schedule)),
+    )
+    ours.prepare(64, torch.bfloat16, 8)
+    for rows in (3, 3, 8, 9):
+        ours.admits(Op.ALL_REDUCE, rows, 64, torch.bfloat16)
+    assert told == [(Op.ALL_REDUCE, 3, "two_shot"), (Op.ALL_REDUCE, 8, "two_shot")]
+
+
 def test_a_group_that_is_not_served_has_a_plan_that_says_so() -> None:
     plan = keep_nccl(ASKED, flat(4), "the group spans 2 hosts")
     assert plan.lookup(Op.ALL_REDUCE, 1).backend == "nccl"

@@ -24,6 +24,7 @@ class PlannedCommunicator(Communicator):
         backend: the name under which the plan knows it.
         plan_for: makes the plan in `prepare`.
         counters: where served calls are counted; None counts nowhere but in `calls`.
+        choose: makes the backend run calls of an operation and row count by a schedule, where it can be told.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class PlannedCommunicator(Communicator):
         backend: str,
         plan_for: PlanMaker,
         counters: CallCounters | None = None,
+        choose: Callable[[Op, int, str], None] | None = None,
     ) -> None:
         super().__init__(inner.name, inner.rank, inner.world)
         self.inner = inner
@@ -40,23 +42,29 @@ class PlannedCommunicator(Communicator):
         self.calls = inner.calls
         self._plan_for = plan_for
         self._counters = counters
+        self._choose = choose
+        self._chosen: set[tuple[Op, int]] = set()
 
     def prepare(self, hidden: int, dtype: torch.dtype, max_rows: int | None) -> None:
         self.inner.prepare(hidden, dtype, max_rows)
         # The draft model shares the target's groups; the wider of the two plans stays.
         if self.plan is None or hidden > self.plan.hidden:
             self.plan = self._plan_for(hidden, dtype, max_rows)
+            self._chosen.clear()
             if self._counters:
                 self._counters.announce(self.plan)
 
     def admits(self, op: Op, rows: int, hidden: int, dtype: torch.dtype) -> bool:
-        if not self.inner.admits(op, rows, hidden, dtype):
-            return False
         if self.plan is None:
             return False
         # Rows of another width count by their bytes.
-        equal = -(-rows * hidden // self.plan.hidden)
-        return self.plan.lookup(op, equal).backend == self.backend
+        choice = self.plan.lookup(op, -(-rows * hidden // self.plan.hidden))
+        if choice.backend != self.backend:
+            return False
+        if self._choose and choice.schedule and (op, rows) not in self._chosen:
+            self._choose(op, rows, choice.schedule)
+            self._chosen.add((op, rows))
+        return self.inner.admits(op, rows, hidden, dtype)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._count(Op.ALL_REDUCE, x)

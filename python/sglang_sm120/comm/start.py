@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +133,9 @@ def planned(
             device=str(device),
         )
         warmup.log_once(done, inner.rank, (backend,))
-        _pin(inner, backend, done.plan)
         return done.plan
 
-    return PlannedCommunicator(inner, backend, plan_for, counters)
+    return PlannedCommunicator(inner, backend, plan_for, counters, choose=partial(_choose, inner))
 
 
 def gpu_edges(
@@ -234,10 +234,3 @@ def _choose(inner: Any, op: Op, rows: int, schedule: str) -> None:
         from sglang_sm120.comm.native import How
 
         inner.pin(op, rows, How(schedule) if schedule else None)
-
-
-def _pin(inner: Communicator, backend: str, plan: Plan) -> None:
-    """Tell the backend the plan's schedule for every captured row count."""
-    for entry in plan.entries:
-        if entry.choice.backend == backend and entry.choice.schedule:
-            _choose(inner, entry.op, entry.rows, entry.choice.schedule)
