@@ -48,6 +48,19 @@ def test_killed_rank_is_reported_within_a_second(other):
     watch.close()
 
 
+def test_a_failing_rank_reports_the_death_itself_and_only_once(other):
+    watch, deaths, _, peer = start(other)
+    watch.report_deaths(0.01)
+    assert deaths.empty()
+    other.kill()
+    watch.report_deaths(5)
+    assert deaths.get_nowait()[0] == peer
+    watch.report_deaths(0.01)
+    with pytest.raises(queue.Empty):
+        deaths.get(timeout=3 * watching.GRACE_S + 0.2)
+    watch.close()
+
+
 def test_rank_that_left_in_order_is_not_reported(other):
     watch, deaths, session, _ = start(other)
     watching.say_goodbye(session, 1, [0, 1])

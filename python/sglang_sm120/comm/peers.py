@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 from sglang_sm120.comm.factory import Peer
 
 # A launcher that stops its server kills all ranks within milliseconds; that is no death worth a line.
-GRACE_S = 0.05
+GRACE_S = 0.02
+# A dying process closes its sockets a moment before its pidfd says that it has ended.
+ENDING_S = 0.2
 
 
 class PeerWatch:
@@ -30,7 +32,7 @@ class PeerWatch:
         session: text that is unique to this group on this machine.
         rank: this process's rank; it is not watched.
         peers: all ranks. Ranks on another machine or in another PID namespace are not watched.
-        on_death: called once per dead rank, in the watching thread.
+        on_death: called once per dead rank, in the watching thread or in that of `report_deaths`.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class PeerWatch:
         self._ranks = [peer.rank for peer in peers]
         self._on_death = on_death
         self._left: set[int] = set()
+        self._lock = threading.Lock()
         self._fds: dict[int, Peer] = {}
         self._inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._inbox.bind(address(session, rank))
@@ -70,22 +73,39 @@ class PeerWatch:
             poll.register(fd, select.POLLIN)
         while self._rank not in self._left:
             for fd, _ in poll.poll():
-                if fd in self._fds:
-                    poll.unregister(fd)
-                    os.close(fd)
-                    self._ended(self._fds.pop(fd))
-                else:
+                if fd == self._inbox.fileno():
                     self._hear()
-        for fd in self._fds:
-            os.close(fd)
-        self._fds.clear()
-        self._inbox.close()
+                    continue
+                poll.unregister(fd)
+                time.sleep(GRACE_S)
+                self._ended(fd)
+        with self._lock:
+            for fd in self._fds:
+                os.close(fd)
+            self._fds.clear()
+            self._inbox.close()
 
-    def _ended(self, peer: Peer) -> None:
-        self._hear()
-        if peer.rank not in self._left:
-            time.sleep(GRACE_S)
-            self._on_death(peer)
+    def report_deaths(self, wait_s: float = ENDING_S) -> None:
+        """Report now what the thread would report in a moment; for a rank that has just failed and will end.
+
+        Args:
+            wait_s: how long to wait for the first process to end.
+        """
+        ended: list[int] = []
+        with contextlib.suppress(OSError, ValueError):  # the thread has just reported and closed one
+            ended = select.select(list(self._fds), [], [], wait_s)[0]
+        for fd in ended:
+            self._ended(fd)
+
+    def _ended(self, fd: int) -> None:
+        with self._lock:
+            peer = self._fds.pop(fd, None)
+            if peer is None:
+                return
+            os.close(fd)
+            self._hear()
+            if peer.rank not in self._left:
+                self._on_death(peer)
 
     def _hear(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -51,7 +51,7 @@ def parts_for(options: Options, device: str | None) -> list[str]:
     """Names of the parts that these options need on this device."""
     parts = ["census"] if options.enabled or options.stats else []
     if options.enabled:
-        parts += ["all_reduce", "fusion"]
+        parts += ["all_reduce", "fusion", "failures"]
         if options.nccl == "compact" and device == "cuda":
             parts += ["nccl"]
         if options.verify == "auto":

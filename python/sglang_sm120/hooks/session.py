@@ -75,6 +75,11 @@ class Session:
         for adapter in self.adapters:
             adapter.poll()
 
+    def explain(self) -> None:
+        """Name the ranks whose processes have ended, after an error that may come of it."""
+        for watch in self._watches:
+            watch.report_deaths()
+
     def close(self) -> None:
         for watch in self._watches:
             watch.close()
