@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from sglang_sm120.sim import models
 from sglang_sm120.sim.models import Built, Case, Family
@@ -180,7 +181,9 @@ def kill_a_rank(server: SimServer, model: Built) -> Death:
     server.wait_exit(60)
     seconds = time.monotonic() - killed
     client.join(30)
-    return Death(seconds, server.log_text(), [p.pid for p in family if p.is_running()])
+    _, alive = psutil.wait_procs(family, timeout=5)
+    left = [p.pid for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    return Death(seconds, server.log_text(), left)
 
 
 ENGINE = """
