@@ -224,7 +224,8 @@ def run_plugin_tests(tree: Path, tests: list[str]) -> list[str]:
 
 
 def pytest(tree: Path, cwd: Path, arguments: list[str]) -> tuple[int, str]:
-    env = {**os.environ, "PYTHONPATH": str(tree / "python"), "SM120_UPSTREAM_TREE": str(tree)}
+    path = os.pathsep.join(filter(None, [str(tree / "python"), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, "SM120_UPSTREAM_TREE": str(tree)}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=cwd,

@@ -11,7 +11,7 @@ import logging
 from typing import Any, NoReturn
 
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
-from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+from sglang.srt.arg_groups.resolution_hooks import _OVERRIDABLE_HOOKS, register_resolution_hook
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_device, get_observability, get_parallel
 
@@ -21,6 +21,8 @@ from sglang_sm120.hooks.contract import Binding, Part, Seam, Target
 from sglang_sm120.options import OptionError, Options
 
 logger = logging.getLogger("sglang_sm120")
+
+BUILT_IN_STEP = "handle_sm120_fusion"
 
 _activated = False
 
@@ -194,6 +196,9 @@ def register_checks() -> None:
     """Add the two resolution steps; SGLang has an official list of steps that a plugin may wrap."""
     register_resolution_hook("handle_hardware_runtime_validation")(check_contract)
     register_resolution_hook("handle_other_validations")(check_server)
+    if BUILT_IN_STEP in _OVERRIDABLE_HOOKS:
+        # A SGLang with a backend of its own for the flag; ours has other limits, checked above.
+        register_resolution_hook(BUILT_IN_STEP)(lambda server_args, previous: None)
 
 
 PART = Part(
