@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 
 import msgspec
 import pytest
@@ -79,6 +80,7 @@ def test_table_names_the_rig_and_shows_every_figure():
 
 
 def run_demo(monkeypatch, tmp_path, outcomes):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(demo.models, "build", lambda family, cache, progress: BUILT)
     given = iter(outcomes)
 
@@ -110,6 +112,7 @@ def run_demo(monkeypatch, tmp_path, outcomes):
 def test_command_exits_0_and_writes_the_figures(monkeypatch, tmp_path):
     result = run_demo(monkeypatch, tmp_path, trio())
     assert result.exit_code == 0, result.output
+    assert not list(tmp_path.glob("sglang-sm120-demo-*"))
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())
     assert figures["problems"] == [] and len(figures["outcomes"]) == 3
     assert figures["model"]["family"] == "deepseek"
@@ -120,6 +123,9 @@ def test_command_exits_1_when_tokens_differ_or_the_server_fails(monkeypatch, tmp
     assert result.exit_code == 1 and "differs from plain" in result.output
     result = run_demo(monkeypatch, tmp_path, [ServerError("the server ended with status 3")])
     assert result.exit_code == 1 and "status 3" in result.output
+    kept = list(tmp_path.glob("sglang-sm120-demo-*"))
+    assert len(kept) == 2  # the logs of a failure stay, and the output says where
+    assert any(path.name in result.output.replace("\n", "") for path in kept)
 
 
 class FakeServer:

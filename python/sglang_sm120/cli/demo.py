@@ -6,6 +6,7 @@ differs, when fewer sums were fused than SGLang leaves to fuse, or when gloo sti
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from enum import Enum
 from pathlib import Path
@@ -52,7 +53,7 @@ def command(
     try:
         built, outcomes = _run(console, family, prompts, tokens, cache, folder)
     except (ServerError, TrainingError, OSError) as error:
-        console.print(f"[red]demo failed:[/] {error}", highlight=False)
+        console.print(f"[red]demo failed:[/] {error}\nlogs: {folder}", highlight=False)
         raise typer.Exit(1) from None
     problems = verdict(built, outcomes)
     console.print(table(built, outcomes))
@@ -65,6 +66,7 @@ def command(
     if problems:
         console.print(f"logs: {folder}", highlight=False)
         raise typer.Exit(1)
+    shutil.rmtree(folder)
     console.print(
         f"[green]✓ all {prompts} answers are identical, token by token, and every sum SGLang leaves to fuse "
         "was fused[/]"
