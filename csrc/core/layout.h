@@ -7,7 +7,10 @@
 
 namespace sm120 {
 
-inline constexpr uint32_t kSlots = 3;
+#ifndef SM120_SLOTS
+#define SM120_SLOTS 3  // a test builds with 2, and must see the soak fail
+#endif
+inline constexpr uint32_t kSlots = SM120_SLOTS;
 inline constexpr uint64_t kAlign = 128;
 inline constexpr uint64_t kControlBytes = 64 * 1024;
 
@@ -124,11 +127,12 @@ struct AbortNote {
 // First bytes of a slab. Fields that different parties write lie on lines of their own.
 struct ControlPage {
   alignas(128) uint64_t epoch;             // calls begun on this channel; this rank's own
-  uint64_t touched[kSlots][kRegions];      // bytes each region of a slot holds, for clearing
   alignas(128) uint32_t abort;             // abort_code, 0 while all is well; any rank
   alignas(128) AbortNote note[kMaxWorld];  // one per reporter
   alignas(128) uint32_t owner;             // token of the stream inside a call, 0 when free
   alignas(128) uint32_t left;              // 1 when this rank has closed the channel
+  alignas(128) uint32_t sleeping;          // CPU ranks only: 1 while this rank may be asleep ...
+  uint32_t doorbell;                       // ... on this word, which senders bump to wake it
   alignas(128) FlightRecord flight;        // this rank's own
   alignas(128) CallRecord record[kSlots][kMaxWorld];  // one per source; cleared with their slot
 };

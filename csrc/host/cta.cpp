@@ -5,6 +5,11 @@
 #include "host/lanes.h"
 
 namespace sm120::host {
+namespace {
+
+constexpr uint32_t kWindow = 8;  // unfinished tiles to look at in one go
+
+}  // namespace
 
 void Cta::begin(Engine* engine, uint32_t cta) {
   engine_ = engine;
@@ -16,17 +21,29 @@ void Cta::begin(Engine* engine, uint32_t cta) {
   cleared_ = false;
   records_ = cta != 0;  // one CTA per rank checks the call records
   for (uint64_t& bytes : payload_) bytes = 0;
-  pending_.clear();
+  // The call record has gone to everyone.
+  stored_to_ = cta == 0 ? (1u << engine->topology_.world) - 1 : 0;
+  tiles_.clear();
+  head_ = 0;
   const View& view = engine->view_;
   for (uint32_t t = first_; t < end_; ++t) {
     const Stage stage = view.reduces(t)        ? Stage::kReduce
                         : view.polls_result(t) ? Stage::kGather
                                                : Stage::kCross;
-    pending_.push_back(Tile{t, stage, static_cast<uint8_t>(stage == Stage::kCross ? 1 : 0)});
+    tiles_.push_back(Tile{t, stage, static_cast<uint8_t>(stage == Stage::kCross ? 1 : 0)});
   }
 }
 
 Status Cta::advance(bool one_step) {
+  const Status status = move_on(one_step);
+  if (stored_to_ != 0) {
+    engine_->wake(stored_to_);
+    stored_to_ = 0;
+  }
+  return status;
+}
+
+Status Cta::move_on(bool one_step) {
   // All pushes come before the first poll: no rank waits for a tile that a waiting rank still
   // holds.
   if (pushed_ < end_) {
@@ -42,26 +59,29 @@ Status Cta::advance(bool one_step) {
   }
   bool moved = false;
   if (!records_ && engine_->records_agree()) records_ = moved = true;
-  size_t kept = 0;
-  for (size_t i = 0; i < pending_.size(); ++i) {
-    Tile& tile = pending_[i];
-    if (!(one_step && moved)) moved |= advance_tile(tile);
-    if (tile.stage != Stage::kDone) pending_[kept++] = tile;
+  // Look a few unfinished tiles ahead, not at all of them: the lowest unfinished tile of the group
+  // is at the head of every rank that still needs it, so it can always move.
+  uint32_t blocked = 0;
+  for (size_t i = head_; i < tiles_.size() && blocked < kWindow && !(one_step && moved); ++i) {
+    Tile& tile = tiles_[i];
+    if (tile.stage == Stage::kDone) continue;
+    if (advance_tile(tile)) moved = true;
+    if (tile.stage != Stage::kDone) ++blocked;
   }
-  pending_.resize(kept);
-  if (kept == 0 && records_) return Status::kDone;
+  while (head_ < tiles_.size() && tiles_[head_].stage == Stage::kDone) ++head_;
+  if (head_ == tiles_.size() && records_) return Status::kDone;
   return moved ? Status::kProgress : Status::kStalled;
 }
 
 Cta::Wait Cta::waiting() const {
   const View& view = engine_->view_;
-  if (pending_.empty()) {
+  if (head_ == tiles_.size()) {
     for (int r = 0; r < view.topology.world; ++r) {
       if (r != engine_->rank_ && !engine_->announced(r)) return {Phase::kRecord, 0, r};
     }
     return {Phase::kIdle, 0, engine_->rank_};
   }
-  const Tile& tile = pending_.front();
+  const Tile& tile = tiles_[head_];
   switch (tile.stage) {
     case Stage::kReduce:
       return {Phase::kReduce, tile.index, static_cast<int>(view.source_rank(tile.next))};
@@ -79,6 +99,7 @@ void Cta::send(const Push& push, Codec codec, const void* bytes, uint32_t count)
   const Engine& e = *engine_;
   const uint64_t offset = e.layout_.at(e.slot_, push.region, push.index, wire_stride(codec));
   payload_[push.dst] += count;
+  stored_to_ |= 1u << push.dst;
   if (e.link_ != nullptr) {
     e.link_->store(e.rank_, push.dst, offset, bytes, count);
   } else {
@@ -99,6 +120,7 @@ void Cta::scatter(uint32_t tile) {
     const Push push = e.view_.scatter_push(tile, 0);
     const uint64_t at = e.layout_.at(e.slot_, push.region, push.index, wire_stride(e.plan_.codec));
     payload_[push.dst] += bytes;
+    stored_to_ |= 1u << push.dst;
     lanes::push(e.plan_.codec, e.plan_.dtype, x, e.slabs_[push.dst] + at, span.length);
     return;
   }
@@ -111,17 +133,32 @@ void Cta::scatter(uint32_t tile) {
 
 void Cta::clear_share() {
   const Engine& e = *engine_;
-  ControlPage* page = e.page();
-  const uint64_t ctas = e.plan_.ctas;
-  for (int region = 0; region < kRegions; ++region) {
-    const uint64_t bytes = page->touched[e.stale_slot_][region];
-    const uint64_t begin = bytes * cta_ / ctas / 64 * 64;
-    const uint64_t end = cta_ + 1 == ctas ? bytes : bytes * (cta_ + 1) / ctas / 64 * 64;
-    if (end <= begin) continue;
-    uint8_t* base = e.slabs_[e.rank_] + e.layout_.slot(e.stale_slot_) + e.layout_.offset[region];
-    lanes::clear(base + begin, end - begin);
+  const uint32_t slot = e.stale_slot_;
+  if (cta_ == 0) lanes::clear(e.page()->record[slot], sizeof e.page()->record[0]);
+  const Engine::Use& use = e.uses_[slot];
+  const View& view = use.view;
+  const uint32_t tiles = use.shape.tiles();
+  const uint32_t stride = wire_stride(use.codec);
+  const uint32_t end = cta_begin(tiles, e.plan_.ctas, cta_ + 1);
+  for (uint32_t t = cta_begin(tiles, e.plan_.ctas, cta_); t < end; ++t) {
+    const uint32_t length = span_of(use.shape, t).length;
+    const uint32_t bytes = wire_bytes(use.codec, length);
+    if (view.reduces(t)) {
+      const uint32_t base = view.reduce_base(t);
+      for (uint32_t i = 0; i < view.sources(); ++i) {
+        if (i == view.source) continue;
+        lanes::clear(e.own_in(slot, Region::kReduce, base + i, stride), bytes);
+      }
+    }
+    if (view.adds_partials(t)) {
+      for (uint32_t i = 0; i < view.topology.islands; ++i) {
+        lanes::clear(
+            e.own_in(slot, Region::kCross, view.cross_base(t) + i, wire_stride(use.partial)),
+            wire_bytes(use.partial, length));
+      }
+    }
+    if (view.polls_result(t)) lanes::clear(e.own_in(slot, Region::kGather, t, stride), bytes);
   }
-  if (cta_ == 0) lanes::clear(page->record[e.stale_slot_], sizeof page->record[0]);
 }
 
 bool Cta::advance_tile(Tile& tile) {

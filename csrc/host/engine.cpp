@@ -5,6 +5,7 @@
 #include <cstdio>
 
 #include "host/lanes.h"
+#include "host/wait.h"
 
 namespace sm120::host {
 
@@ -50,12 +51,7 @@ void Engine::begin(const Plan& plan, const Args& args) {
   epoch_ = own->epoch++;
   slot_ = slot_of(epoch_);
   stale_slot_ = slot_to_clear(epoch_);
-  for (int region = 0; region < kRegions; ++region) {
-    const auto id = static_cast<Region>(region);
-    const Codec codec = id == Region::kCross ? plan.partial : plan.codec;
-    own->touched[slot_][region] =
-        static_cast<uint64_t>(view_.extent(id, shape.tiles())) * wire_stride(codec);
-  }
+  uses_[slot_] = Use{view_, shape, plan.codec, plan.partial};
   record_ = make_record(epoch_, args.op, plan.dtype, make_shape(args.total_rows, shape.hidden),
                         plan_hash(plan));
   if (args.op != Op::kAllReduce) {
@@ -89,6 +85,17 @@ void Engine::send_record() {
     } else {
       lanes::store(slabs_[peer] + offset, &record_, sizeof record_);
     }
+  }
+}
+
+void Engine::wake(uint32_t peers) const {
+  if (link_ != nullptr) return;  // the fabric delivers later, and its ranks never sleep
+  // Pairs with the fence in Sleeper::arm: either we see it sleeping, or it sees what we stored.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int peer = 0; peer < topology_.world; ++peer) {
+    if (peer == rank_ || (peers & (1u << peer)) == 0) continue;
+    ControlPage* page = page_of(peer);
+    if (__atomic_load_n(&page->sleeping, __ATOMIC_RELAXED) != 0) ring(page);
   }
 }
 

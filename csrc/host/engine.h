@@ -69,6 +69,8 @@ class Cta {
     int source;
   };
   Wait waiting() const;
+  // Steps round the islands that the first unfinished tile still waits for (kCross).
+  uint32_t cross_step() const { return tiles_[head_].next; }
 
  private:
   friend class Engine;
@@ -80,6 +82,7 @@ class Cta {
   };
 
   void begin(Engine* engine, uint32_t cta);
+  Status move_on(bool one_step);
   void scatter(uint32_t tile);
   void send(const Push& push, Codec codec, const void* bytes, uint32_t count);
   void clear_share();
@@ -97,8 +100,10 @@ class Cta {
   uint32_t pushed_ = 0;
   bool cleared_ = false;
   bool records_ = false;
-  std::vector<Tile> pending_;
+  std::vector<Tile> tiles_;           // in ascending order
+  size_t head_ = 0;                   // the first that is not done
   uint64_t payload_[kMaxWorld] = {};  // bytes sent to each rank in this call
+  uint32_t stored_to_ = 0;            // ranks to wake, one bit each
 };
 
 class Engine {
@@ -140,11 +145,15 @@ class Engine {
  private:
   friend class Cta;
   void send_record();
+  void wake(uint32_t peers) const;
   bool records_agree() const;
   void tile_ready(uint32_t tile, const Span& span);
   void finish_row(uint32_t row);
   uint8_t* own(Region region, uint32_t index, uint32_t stride) const {
-    return slabs_[rank_] + layout_.at(slot_, region, index, stride);
+    return own_in(slot_, region, index, stride);
+  }
+  uint8_t* own_in(uint32_t slot, Region region, uint32_t index, uint32_t stride) const {
+    return slabs_[rank_] + layout_.at(slot, region, index, stride);
   }
   CallRecord record_from(int peer) const;
   std::string mismatch_text(int culprit, const CallRecord& theirs) const;
@@ -162,6 +171,14 @@ class Engine {
   View view_{};
   Args args_{};
   CallRecord record_{};
+  // What a slot was last used for, so that exactly the cells written then are cleared.
+  struct Use {
+    View view;
+    Shape shape;
+    Codec codec;
+    Codec partial;
+  };
+  Use uses_[kSlots] = {};
   uint64_t epoch_ = 0;
   uint32_t slot_ = 0;
   uint32_t stale_slot_ = 0;

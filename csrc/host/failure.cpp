@@ -99,7 +99,7 @@ Failure Engine::check_wait(const Cta& cta, uint64_t waited_ns, uint64_t bound_ns
   uint64_t bound = bound_ns / 10 * 8;
   if (wait.phase == Phase::kCross) {
     const uint32_t islands = view_.topology.islands;
-    const uint32_t hops = view_.ring() ? cta.pending_.front().next : 1u;
+    const uint32_t hops = view_.ring() ? cta.cross_step() : 1u;
     bound += bound_ns / 10 * (hops < islands ? hops : islands) / islands;
   } else if (wait.phase == Phase::kGather) {
     bound += bound_ns / 10 * 2;
@@ -138,6 +138,7 @@ void Engine::fail(const Failure& failure, const Cta& cta, uint64_t waited_ns) {
         AbortNote{record_, failure.culprit == rank_ ? record_ : record_from(failure.culprit)};
     __atomic_store_n(&page->abort, code, __ATOMIC_RELEASE);
   }
+  wake((1u << topology_.world) - 1);
   const uint64_t elements = static_cast<uint64_t>(args_.shape.rows) * args_.shape.hidden;
   if (args_.out != nullptr) lanes::fill_nan(plan_.dtype, args_.out, elements);
   if (args_.residual_out != nullptr) lanes::fill_nan(plan_.dtype, args_.residual_out, elements);

@@ -136,7 +136,7 @@ void Group::run_piece(Channel& channel, int index, const Args& args) {
   reach(args.call, 0);
   engine.begin(plan(args.shape, args.dtype), args);
   reach(args.call, 1);
-  Backoff backoff(crowded_);
+  Sleeper sleeper(engine.page(), crowded_);
   uint32_t dead = 0;
   uint32_t left = 0;
   uint64_t next_look = kLivenessNs;
@@ -157,11 +157,11 @@ void Group::run_piece(Channel& channel, int index, const Args& args) {
     if (done) break;
     if (moved) {
       if (++moves == 1) reach(args.call, 4);
-      backoff.reset();
+      sleeper.reset();
       next_look = kLivenessNs;
       continue;
     }
-    const uint64_t waited = backoff.pause();
+    const uint64_t waited = sleeper.pause();
     if (waited == 0) continue;
     uint32_t stuck = 0;
     while (engine.cta(stuck).waiting().phase == Phase::kIdle) ++stuck;

@@ -44,15 +44,16 @@ std::vector<std::string> World::run_threads(const std::vector<WorldCall>& calls)
         engine.begin(calls[k].plan, args_for(calls[k], rank, calls_before_ + k));
       }
       team.barrier.arrive_and_wait();
-      Backoff backoff(true);
+      uint64_t moved_at = monotonic_ns();
       while (c < engine.ctas() && !team.failed.load(std::memory_order_acquire)) {
         const Status status = engine.cta(c).advance(random() % 2 == 0);
         if (status == Status::kDone) break;
         if (status == Status::kProgress) {
-          backoff.reset();
+          moved_at = monotonic_ns();
           continue;
         }
-        const uint64_t waited = backoff.pause();
+        sched_yield();
+        const uint64_t waited = monotonic_ns() - moved_at;
         const std::lock_guard lock(team.mutex);
         if (team.failed.load(std::memory_order_relaxed)) break;
         Failure failure = engine.check();
