@@ -37,6 +37,7 @@ TEMPLATE = (
     "## Accuracy Tests",
     "## Speed Tests and Profiling",
     "## Checklist",
+    "## Review and Merge Process",
 )
 
 
