@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_sm120.fabric.versions import check_flashinfer, check_nccl, nccl_build, parse
+from sglang_sm120.fabric.versions import (
+    check_flashinfer,
+    check_nccl,
+    kernel_driver,
+    nccl_build,
+    parse,
+)
 from sglang_sm120.nccl import memory
 from sglang_sm120.nccl.config import FIELDS, NcclConfigError, channels_used, config_for
 from sglang_sm120.nccl.environment import (
@@ -257,6 +263,15 @@ def test_the_table_names_every_origin() -> None:
 )
 def test_what_counts_as_switched_off(env: dict, off: str) -> None:
     assert p2p_disabled_by_user(env) == off
+
+
+def test_the_driver_is_read_from_the_kernel(tmp_path) -> None:
+    said = tmp_path / "version"
+    said.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  595.58.03  Release Build"
+    )
+    assert kernel_driver(said) == "595.58.03"
+    assert kernel_driver(tmp_path / "nothing") == ""
 
 
 def test_versions_parse() -> None:

@@ -27,7 +27,7 @@ from sglang_sm120.comm.plan import (
 from sglang_sm120.comm.planner import Candidate, PlanRefused, Request, cheapest_path, make_plan
 from sglang_sm120.fabric import machine, probe
 from sglang_sm120.fabric.islands import Partition, flat
-from sglang_sm120.fabric.report import ProbeReport, vetoes
+from sglang_sm120.fabric.report import Failure, ProbeReport, vetoes
 from sglang_sm120.fabric.software import ThreadExchange, probe_machine, run_ranks
 from sglang_sm120.fabric.verdict import Verdict, Veto
 from sglang_sm120.fabric.versions import Versions
@@ -458,6 +458,29 @@ def test_c33_an_unwritable_folder_only_costs_the_cache(tmp_path, caplog) -> None
     with caplog.at_level(logging.WARNING):
         assert plan_cache.store(blocker / "below", record) is None
     assert "not kept" in caplog.text
+
+
+def test_nccl_may_go_everywhere_only_where_a_kept_probe_proved_it(tmp_path) -> None:
+    who = identity(kernel="6.14")
+    sound = ProbeReport(rig="GPU stores", simulated=False, world=2)
+
+    def proven(
+        report: ProbeReport | None, gpus: tuple[str, ...] = ("GPU-a", "GPU-b"), kernel: str = "6.14"
+    ) -> bool:
+        plan_cache.store(
+            tmp_path, plan_cache.Record(identity=who, plan=simple_plan(), report=report)
+        )
+        return plan_cache.verified_p2p(tmp_path, gpus, who.versions, kernel)
+
+    assert proven(sound) and proven(sound, gpus=("GPU-b",))
+    assert not proven(sound, gpus=("GPU-a", "GPU-z"))
+    assert not proven(sound, kernel="6.15")
+    assert not proven(None)
+    assert not proven(msgspec.structs.replace(sound, simulated=True))
+    assert not proven(msgspec.structs.replace(sound, need="host-memory"))
+    broken = Failure(kind="lost", source=0, target=1, detail="")
+    assert not proven(msgspec.structs.replace(sound, failures=(broken,)))
+    assert not plan_cache.verified_p2p(None, (), who.versions, "6.14")
 
 
 def test_cache_folder_setting() -> None:

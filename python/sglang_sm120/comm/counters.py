@@ -55,6 +55,7 @@ class CallCounters:
             "Expected time per call of the plan in force, at the widest message of each range",
             ["group", "op", "backend", "schedule", "rows"],
             registry=registry,
+            multiprocess_mode="mostrecent",
         )
 
     def count(self, plan: Plan, op: Op, rows: int, calls: int = 1) -> None:
@@ -62,6 +63,10 @@ class CallCounters:
         choice = plan.lookup(op, rows)
         size = size_class(rows * plan.hidden * plan.itemsize)
         self.calls.labels(plan.group, op.value, choice.backend, choice.schedule, size).inc(calls)
+
+    def refuse(self, group: str, path: str, origin: str) -> None:
+        """Count a veto that keeps `path` off in `group`."""
+        self.fallbacks.labels(group, path, origin).inc()
 
     def announce(self, plan: Plan) -> None:
         """Export the plan's expected times."""

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -74,6 +75,32 @@ def load(where: Path | None, identity: Identity) -> Record | None:
         logger.warning("the kept plan %s is not used: %s", path, error)
         return None
     return record if record.identity == identity else None
+
+
+def verified_p2p(
+    where: Path | None, gpus: Collection[str], versions: Versions, kernel: str
+) -> bool:
+    """Whether a kept probe has verified stores between all of `gpus`, under this driver and kernel.
+
+    Only then may NCCL be told to use peer-to-peer between any two of them (see `nccl.environment.settings`).
+    """
+    for path in sorted(where.glob("*.json")) if where else []:
+        try:
+            record = msgspec.json.decode(path.read_bytes(), type=Record)
+        except (OSError, msgspec.MsgspecError):
+            continue  # another release's, or damaged: proves nothing
+        report, who = record.report, record.identity
+        same = (who.versions.driver, who.kernel) == (versions.driver, kernel)
+        proven = report is not None and report.sound and not report.staged and report.need == "p2p"
+        if (
+            same
+            and proven
+            and report is not None
+            and not report.simulated
+            and set(gpus) <= set(who.gpus)
+        ):
+            return True
+    return False
 
 
 def store(where: Path | None, record: Record) -> Path | None:

@@ -92,6 +92,8 @@ def planned(
             rows=rows or rows_up_to(max_rows or 64),
             pin=setting.pin,
         )
+        # Ranks may be started with their own variables; the baseline is rank 0's as much as anyone's.
+        settings = exchange(nccl_environment(setting.environ))[0]
         identity = plan_cache.Identity(
             gpus=setting.gpus,
             versions=setting.versions,
@@ -100,7 +102,8 @@ def planned(
             hidden=hidden,
             itemsize=dtype.itemsize,
             rows=request.rows,
-            options=f"{setting.options} backend={backend} islands={isl.text(setting.islands)}",
+            options=f"{setting.options} backend={backend} islands={isl.text(setting.islands)} "
+            f"nccl={settings}",
             kernel=setting.kernel,
         )
 
@@ -133,9 +136,20 @@ def planned(
             device=str(device),
         )
         warmup.log_once(done, inner.rank, (backend,))
+        if counters:
+            verdict = Verdict(inner.name, inner.rank)
+            verdict.add(done.vetoes)
+            for veto in verdict.against(backend):
+                counters.refuse(inner.name, backend, veto.origin)
         return done.plan
 
     return PlannedCommunicator(inner, backend, plan_for, counters, choose=partial(_choose, inner))
+
+
+def nccl_environment(environ: Mapping[str, str]) -> str:
+    """The NCCL settings that the baseline was timed under, as sorted text; what only prints does not count."""
+    told = {k: v for k, v in environ.items() if k.startswith("NCCL_") and "DEBUG" not in k}
+    return " ".join(f"{k}={v}" for k, v in sorted(told.items()))
 
 
 def gpu_edges(

@@ -126,8 +126,20 @@ def _package(*names: str) -> str:
     return ""
 
 
+def kernel_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Version of the loaded NVIDIA kernel driver; "" when there is none."""
+    try:
+        match = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", path.read_text())
+    except OSError:
+        return ""
+    return match[1] if match else ""
+
+
 def installed(driver: str = "") -> Versions:
-    """The versions of this environment; imports none of the packages."""
+    """The versions of this environment; imports none of the packages.
+
+    `driver` is read from the kernel when it is not given.
+    """
     library = nccl_library()
     nccl, cuda = nccl_build(library) if library else ("", "")
     return Versions(
@@ -137,5 +149,5 @@ def installed(driver: str = "") -> Versions:
         flashinfer=_package("flashinfer-python"),
         nccl=nccl or _package("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
         nccl_cuda=cuda,
-        driver=driver,
+        driver=driver or kernel_driver(),
     )
