@@ -15,6 +15,7 @@ from sglang.srt.layers.layer_boundary import SumGroup, TokenAxis, UnreducedOutpu
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op
 from sglang_sm120.comm.factory import Outcome
+from sglang_sm120.comm.planner import PlanRefused
 from sglang_sm120.hooks import all_reduce, census, cpu_all_reduce, fusion, gloo_census
 from sglang_sm120.hooks import session as sessions
 from sglang_sm120.hooks.adapter import Sm120AllReduce, rows_of
@@ -209,6 +210,14 @@ def test_declines_before_touching_anything(world, reason):
     assert not world.communicator.calls and not world.census.sums
 
 
+def test_weight_of_a_third_dtype_is_declined_and_fp32_is_taken(world):
+    x, residual = tensors(torch.bfloat16)
+    _, ffn = offered(norm_of(RMSNorm).half(), world)
+    assert ffn.run(x, residual, batch()) is None
+    _, ffn = offered(norm_of(RMSNorm), world)
+    assert ffn.run(x, residual, batch()) is not None
+
+
 def test_attention_candidate_declines_values_that_owe_something_else(world):
     attention, ffn = offered(norm_of(RMSNorm), world)
     x, residual = tensors()
@@ -363,6 +372,31 @@ def test_declined_group_gets_sglang_s_choice_and_a_named_backend_ends_the_rank(
     finally:
         all_reduce._group_name.reset(token)
     assert session.outcomes == {name: outcome} and not session.adapters
+
+
+def test_workspaces_are_prepared_for_the_widest_batch_and_a_refused_plan_ends_the_rank(
+    world, monkeypatch, caplog
+):
+    session = sessions.Session(Options(enabled=True), "cuda", 0, adapters=[world.adapter])
+    monkeypatch.setattr(sessions, "_session", session)
+    asked = []
+    monkeypatch.setattr(world.communicator, "prepare", lambda *a: asked.append(a), raising=False)
+    runner = types.SimpleNamespace(
+        _widest_decode_rows=lambda: 96,
+        model_runner=types.SimpleNamespace(
+            model_config=types.SimpleNamespace(hidden_size=7168), dtype=torch.bfloat16
+        ),
+    )
+    assert all_reduce.prepare_workspace(None, runner) is None
+    assert asked == [(7168, torch.bfloat16, 96)]
+
+    def refuse(*_):
+        raise PlanRefused("--sm120-backend native cannot serve group tp: rank 3 has no peer access")
+
+    monkeypatch.setattr(world.communicator, "prepare", refuse, raising=False)
+    with pytest.raises(SystemExit):
+        all_reduce.prepare_workspace(None, runner)
+    assert "cannot serve group tp: rank 3" in caplog.messages[-1]
 
 
 def test_adapter_has_what_sglang_reads_and_nothing_it_would_misread(world):

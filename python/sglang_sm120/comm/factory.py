@@ -152,9 +152,10 @@ def build(
         communicator, error = _try_build(spec, builders[backend])
         failed = [f"rank {r}: {e}" for r, e in enumerate(exchange(error)) if e is not None]
         if not failed and communicator is not None:
+            reason = f'backend "{backend}" serves group "{name}"'
             if device.type == "cuda":
                 communicator = _behind_a_plan(spec, communicator, backend, exchange, baseline)
-            reason = f'backend "{backend}" serves group "{name}"'
+                reason = f'backend "{backend}" is ready for group "{name}"; a measured plan says what it serves'
             return Outcome(communicator, backend, reason, peers, session)
         if communicator is not None:
             communicator.close()

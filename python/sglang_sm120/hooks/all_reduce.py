@@ -12,6 +12,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_sm120.comm import factory
+from sglang_sm120.comm.planner import PlanRefused
 from sglang_sm120.hooks import session as sessions
 from sglang_sm120.hooks.adapter import Sm120AllReduce
 from sglang_sm120.hooks.census import CENSUS, Sum
@@ -112,8 +113,11 @@ def prepare_workspace(result: Any, self: Any) -> None:
     """After SGLang's own workspace step, before any graph is captured: size and warm our communicators."""
     rows = self._widest_decode_rows()
     runner = self.model_runner
-    for adapter in sessions.current().adapters:
-        adapter.communicator.prepare(runner.model_config.hidden_size, runner.dtype, rows)
+    try:
+        for adapter in sessions.current().adapters:
+            adapter.communicator.prepare(runner.model_config.hidden_size, runner.dtype, rows)
+    except PlanRefused as refused:
+        sessions.refuse(str(refused))
 
 
 PART = Part(

@@ -128,6 +128,11 @@ def full_report() -> dict[str, Any]:
             name: {"backend": outcome.backend, "world": len(outcome.peers), "why": outcome.reason}
             for name, outcome in session.outcomes.items()
         },
+        "plans": {
+            adapter.communicator.name: plan.sentence()
+            for adapter in session.adapters
+            if (plan := getattr(adapter.communicator, "plan", None)) is not None
+        },
         "calls": {
             adapter.communicator.name: {op.value: n for op, n in adapter.communicator.calls.items()}
             for adapter in session.adapters

@@ -100,6 +100,7 @@ class FusedBoundary:
             (mode.is_decode() or mode.is_target_verify())
             and residual.dim() == 2
             and residual.shape[-1] == self._norm.weight.shape[0]
+            and self._norm.weight.dtype in (residual.dtype, torch.float32)
             and not forward_batch.can_run_tbo
             and not torch.compiler.is_compiling()
             and not is_in_breakable_cuda_graph()

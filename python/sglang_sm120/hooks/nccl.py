@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,9 +22,10 @@ from sglang.srt.distributed.device_communicators.pynccl_wrapper import (
 )
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_sm120.comm import plan_cache
 from sglang_sm120.fabric.source import Live
 from sglang_sm120.fabric.topology import discover
-from sglang_sm120.fabric.versions import nccl_build, nccl_library
+from sglang_sm120.fabric.versions import installed, nccl_build, nccl_library
 from sglang_sm120.hooks import session as sessions
 from sglang_sm120.hooks.all_reduce import current_group
 from sglang_sm120.hooks.contract import Binding, Part, Target
@@ -125,13 +127,26 @@ def check_environment(options: Options, world: int, sub_groups: bool) -> list[Ef
         config_for("tp" if group == "*" else group, overrides=overrides)
     library = nccl_library()
     version, cuda = nccl_build(library) if library else ("", "")
+    topology = discover(Live())
     findings = check(
-        os.environ, nccl_version=version, nccl_cuda=cuda, world=world, sub_groups=sub_groups
+        os.environ,
+        nccl_version=version,
+        nccl_cuda=cuda,
+        world=world,
+        sub_groups=sub_groups,
+        sm120=any(gpu.cc.startswith("12.") for gpu in topology.gpus),
     )
     for finding in findings:
         logger.warning("sglang-sm120: %s", finding.sentence())
-    pcie_only = discover(Live()).pcie_only
-    return apply(os.environ, settings(os.environ, pcie_only=pcie_only), findings)
+    # Across root ports NCCL uses peer-to-peer only when told to: told where a kept probe has proved every edge.
+    verified = plan_cache.verified_p2p(
+        plan_cache.folder(options.plan_cache),
+        [gpu.uuid for gpu in topology.gpus],
+        installed(topology.driver),
+        platform.release(),
+    )
+    additions = settings(os.environ, verified_p2p=verified, pcie_only=topology.pcie_only)
+    return apply(os.environ, additions, findings)
 
 
 def log_environment(effective: list[Effective]) -> None:
