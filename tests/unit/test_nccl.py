@@ -146,10 +146,11 @@ def test_c18_flashinfer_before_the_12x_fix_is_refused_with_the_version_it_needs(
 
 def test_nccl_build_is_read_from_the_library(tmp_path) -> None:
     library = tmp_path / "libnccl.so.2"
-    library.write_bytes(b"\0\1NCCL version 2.26.2+cuda12.2\0more")
+    library.write_bytes(b"\0\1NCCL version 2 is\0NCCL version 2.26.2+cuda12.2\0more")
     assert nccl_build(library) == ("2.26.2", "12.2")
-    library.write_bytes(b"nothing here")
-    assert nccl_build(library) == ("", "")
+    other = tmp_path / "other.so"
+    other.write_bytes(b"nothing here")
+    assert nccl_build(other) == ("", "")
 
 
 def test_memory_formula_matches_nccls_own_allocation_sizes() -> None:

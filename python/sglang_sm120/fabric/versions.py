@@ -6,8 +6,10 @@ The checks are pure functions over version strings; `installed()` reads the stri
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 import msgspec
@@ -111,10 +113,21 @@ def nccl_library() -> Path | None:
     return None
 
 
+@lru_cache(maxsize=4)
 def nccl_build(library: Path) -> tuple[str, str]:
-    """(version, CUDA it was built with) from the text inside an NCCL library; ("", "") if absent."""
-    match = re.search(rb"NCCL version (\d+\.\d+\.\d+)\+cuda(\d+\.\d+)", library.read_bytes())
-    return (match[1].decode(), match[2].decode()) if match else ("", "")
+    """(version, CUDA it was built with) from the text inside an NCCL library; ("", "") if absent.
+
+    The library has hundreds of MiB: it is mapped and searched, not read.
+    """
+    expression = rb"NCCL version (\d+\.\d+\.\d+)\+cuda(\d+\.\d+)"
+    with open(library, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as text:
+        at = text.find(b"NCCL version 2")
+        while at >= 0:
+            match = re.match(expression, text[at : at + 64])
+            if match:
+                return match[1].decode(), match[2].decode()
+            at = text.find(b"NCCL version 2", at + 1)
+    return "", ""
 
 
 def _package(*names: str) -> str:
