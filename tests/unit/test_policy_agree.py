@@ -73,9 +73,9 @@ def _run_two(lie_at: int) -> dict:
     ranks = [context.Process(target=_rank, args=(r, port, lie_at, queue)) for r in range(2)]
     for process in ranks:
         process.start()
-    results = dict(queue.get(timeout=90) for _ in ranks)
+    results = dict(queue.get(timeout=300) for _ in ranks)
     for process in ranks:
-        process.join(30)
+        process.join(120)
         assert process.exitcode == 0
     return results
 
