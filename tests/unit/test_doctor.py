@@ -132,6 +132,8 @@ def test_environment_and_versions_are_part_of_the_diagnosis() -> None:
         read("workstation-4"), versions=Versions(nccl="2.26.2", nccl_cuda="12.2"), environment=wrong
     )
     assert [f.id for f in findings] == ["nccl-version", "environment"]
+    old = doctor.diagnose(read("workstation-4"), versions=Versions(flashinfer="0.6.14"))
+    assert [f.id for f in old] == ["flashinfer-version"] and doctor.exit_code(old) == 0
 
 
 def test_a_probe_report_adds_what_only_measuring_shows() -> None:

@@ -8,7 +8,7 @@ from sglang_sm120.fabric.checks import CHECKS
 from sglang_sm120.fabric.findings import Finding, Severity
 from sglang_sm120.fabric.report import ProbeReport, forbidden, vetoes
 from sglang_sm120.fabric.topology import Topology
-from sglang_sm120.fabric.versions import Versions, check_nccl
+from sglang_sm120.fabric.versions import Versions, check_flashinfer, check_nccl
 from sglang_sm120.nccl.environment import Finding as EnvFinding
 from sglang_sm120.nccl.environment import Level
 
@@ -38,18 +38,32 @@ def exit_code(findings: Iterable[Finding]) -> int:
 
 
 def _versions(t: Topology, versions: Versions) -> list[Finding]:
-    refusal = check_nccl(versions.nccl, versions.nccl_cuda)
-    if refusal is None or not any(g.cc.startswith("12.") for g in t.gpus):
+    if not any(g.cc.startswith("12.") for g in t.gpus):
         return []
-    return [
-        Finding(
-            id="nccl-version",
-            severity=Severity.ERROR if refusal.fatal else Severity.WARNING,
-            what=refusal.reason,
-            cost="crashes in prefill and large all-gathers",
-            fix=(refusal.remedy,),
+    out: list[Finding] = []
+    nccl = check_nccl(versions.nccl, versions.nccl_cuda)
+    if nccl:
+        out.append(
+            Finding(
+                id="nccl-version",
+                severity=Severity.ERROR if nccl.fatal else Severity.WARNING,
+                what=nccl.reason,
+                cost="crashes in prefill and large all-gathers",
+                fix=(nccl.remedy,),
+            )
         )
-    ]
+    flashinfer = check_flashinfer(versions.flashinfer) if versions.flashinfer else None
+    if flashinfer:
+        out.append(
+            Finding(
+                id="flashinfer-version",
+                severity=Severity.NOTICE,
+                what=flashinfer.reason,
+                cost="the flashinfer backend stays off",
+                fix=(flashinfer.remedy,),
+            )
+        )
+    return out
 
 
 def _environment(findings: Iterable[EnvFinding]) -> list[Finding]:
