@@ -98,7 +98,7 @@ def facts() -> dict[str, Any]:
         [sys.executable, "-c", FACTS],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         # SGLang's own dependencies bring a plugin that patches add_cli_args.
         env={**CLEAN, "COLUMNS": "100", "SGLANG_PLUGINS": "sm120"},
     )
