@@ -194,8 +194,7 @@ void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
   const uint32_t tiles = call.shape.tiles();
   p.plan_hash = plan_hash(plan);
   const uint32_t stride = wire_stride(codec) / 16, cross = wire_stride(partial) / 16;
-  p.touched_reduce =
-      view.extent(Region::kReduce, tiles) * stride | (kernel != nullptr ? kInterleaved : 0u);
+  p.touched_reduce = view.extent(Region::kReduce, tiles) * stride;
   p.touched_cross = view.extent(Region::kCross, tiles) * cross;
   p.touched_gather = view.extent(Region::kGather, tiles) * stride;
   if (kernel != nullptr) {

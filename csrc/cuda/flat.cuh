@@ -31,7 +31,7 @@ struct Flat {
   static constexpr int kChunk = kUnits != 1 && kWorld > 4 ? 4 : kWorld;
 
   static constexpr bool kKeep = kUnits > kStep;
-  static constexpr bool kEarlyWeight = kUnits == 1 || (kUnits == 2 && kWorld == 2);
+  static constexpr bool kEarlyWeight = !kKeep;  // loaded before the row's warps join
 
   const Params& p;
   FlatShared& shared;
@@ -47,8 +47,8 @@ struct Flat {
     return (first_tile + j) * kTile + lane * 8;
   }
   // Byte offset of my eight elements of tile j in a 16-bit tensor.
-  __device__ __forceinline__ uint64_t bytes_at(uint32_t row, int j) const {
-    return (static_cast<uint64_t>(row) * p.hidden + column(j)) * 2;
+  __device__ __forceinline__ uint32_t bytes_at(uint32_t row, int j) const {
+    return (row * p.hidden + first_tile * kTile + lane * 8) * 2 + j * kUnit;
   }
   __device__ __forceinline__ uint32_t tile(uint32_t row, int j) const {
     return row * p.tiles_per_row + first_tile + j;
@@ -91,24 +91,35 @@ struct Flat {
   }
 
   // Clear what the previous call left in its slot; see layout.h for why now is safe.
-  __device__ __forceinline__ void clear(const CtaState& state, uint32_t previous) const {
+  __device__ __forceinline__ void clear(const CtaState& state, uint32_t previous, uint32_t row,
+                                        bool single) const {
     char* base = p.peer[p.rank] + (p.slot0 + previous * p.slot_bytes);
+    const bool same_size = state.reduce == p.touched_reduce && state.gather == p.touched_gather;
+    if (single && same_size && state.cross == 0) {
+      // It was of this size: clear where I poll, one slot back. All lanes, whatever its hidden
+      // size.
+      char* mine = base + lane * kVec;
+#pragma unroll
+      for (int j = 0; j < kUnits; ++j) {
+        if (j >= static_cast<int>(held)) break;
+        const uint32_t t = tile(row, j);
+        const bool mine_to_sum = !kTwoShot || owns(t);
+        if (mine_to_sum) {
+          char* parts = mine + (kTwoShot ? t / kWorld : t) * (kWorld * kUnit);
+#pragma unroll
+          for (int s = 0; s < kWorld; ++s) {
+            if (s != static_cast<int>(p.rank)) ptx::st_wire(parts + s * kUnit, all_ones());
+          }
+        } else {
+          ptx::st_wire(mine + p.gather_offset + t * kUnit, all_ones());
+        }
+      }
+      return;
+    }
     const uint32_t threads = gridDim.x * blockDim.x;
     const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x;
-    if (state.reduce & kInterleaved) {
-      // Sources take turns, 512 bytes each; mine were never written.
-      const uint32_t units = (state.reduce & ~kInterleaved) / kWorld * (kWorld - 1);
-#pragma unroll 1
-      for (uint32_t i = me; i < units; i += threads) {
-        const uint32_t chunk = i / 32, t = chunk / (kWorld - 1);
-        uint32_t source = chunk - t * (kWorld - 1);
-        source += source >= p.rank;
-        ptx::st_wire(base + ((t * kWorld + source) * kUnit + i % 32 * kVec), all_ones());
-      }
-    } else {
-      clear_units(base, state.reduce, me, threads);
-      clear_units(base + p.cross_offset, state.cross, me, threads);
-    }
+    clear_units(base, state.reduce, me, threads);
+    clear_units(base + p.cross_offset, state.cross, me, threads);
     clear_units(base + p.gather_offset, state.gather, me, threads);
   }
 
@@ -130,14 +141,7 @@ struct Flat {
           active >> j & ((1u << kBatch) - 1u), note, here,
           [&](uint32_t k) { return Where{Phase::kReduce, tile(row, j) + k, other}; }, meanwhile);
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        float sum[8], f[8];
-        unpack8<T>(y[b], sum);
-        unpack8<T>(v[b], f);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) sum[e] += f[e];
-        y[b] = pack8<T>(sum);
-      }
+      for (int b = 0; b < kBatch; ++b) y[b] = has(j + b) ? add8<T>(y[b], v[b]) : y[b];
     } else {
       float sum[8];
 #pragma unroll
@@ -197,15 +201,12 @@ struct Flat {
   // squares.
   __device__ __forceinline__ float add_residual(uint32_t row, int j, uint4 residual, uint4 weight,
                                                 uint4& y, float& amax) const {
-    float s[8], r[8];
-    unpack8<T>(y, s);
-    unpack8<T>(residual, r);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) s[e] += r[e];
-    y = pack8<T>(s);
+    float s[8];
+    y = add8<T>(y, residual);
     if (has(j)) *reinterpret_cast<uint4*>(p.residual_out + bytes_at(row, j)) = y;
     unpack8<T>(y, s);
     if (p.quant == Quant::kToken) {
+      float r[8];
       unpack_weight<T>(p, weight, r);
       amax = fmaxf(amax, largest_product(s, r));
     }
@@ -249,6 +250,14 @@ struct Flat {
     ptx::bar_group(1 + group, p.group_warps * 32);
   }
 
+  __device__ __forceinline__ void load_weights(int j, uint4 (&weight)[kStep]) const {
+#pragma unroll
+    for (int b = 0; b < kStep; ++b) {
+      weight[b] = uint4{0, 0, 0, 0};
+      if (has(j + b)) weight[b] = ptx::ld_weight(p.weight + column(j + b) * 2);
+    }
+  }
+
   // Tiles j .. j + kStep - 1 from their own parts to the rounded sums (none) or residuals (norm).
   template <class Meanwhile>
   __device__ __forceinline__ void step(uint32_t row, bool single, int j, uint4 (&y)[kStep],
@@ -258,14 +267,10 @@ struct Flat {
     if constexpr (kNorm) {
 #pragma unroll
       for (int b = 0; b < kStep; ++b) {
-        residual[b] = weight[b] = uint4{0, 0, 0, 0};
-        if (has(j + b)) {
-          residual[b] = ptx::ld_stream(p.residual + bytes_at(row, j + b));
-          if (kEarlyWeight || p.quant == Quant::kToken) {
-            weight[b] = ptx::ld_weight(p.weight + column(j + b) * 2);
-          }
-        }
+        residual[b] = uint4{0, 0, 0, 0};
+        if (has(j + b)) residual[b] = ptx::ld_stream(p.residual + bytes_at(row, j + b));
       }
+      if constexpr (kUnits == 1) load_weights(j, weight);
     }
     if constexpr (kTwoShot) {
       collect(row, single, j, y, meanwhile);
@@ -277,6 +282,8 @@ struct Flat {
       }
     }
     if constexpr (kNorm) {
+      // More tiles leave no registers for the weights while they poll.
+      if (kUnits == 2 || (kKeep && p.quant == Quant::kToken)) load_weights(j, weight);
       float squares[kStep];
       float amax = 0.0f;
 #pragma unroll
@@ -310,6 +317,9 @@ struct Flat {
 #pragma unroll
         for (int b = 0; kNorm && b < kStep; ++b) kept_tile(j + b) = part[b];
       }
+    } else if constexpr (kUnits == 2) {
+      meanwhile();
+      step(row, single, 0, y, weight, statistics, Nothing());
     } else {
       step(row, single, 0, y, weight, statistics, meanwhile);
     }
@@ -353,10 +363,17 @@ struct Flat {
       ptx::cluster_arrive();
     }
 #endif
-    ptx::wait_previous();
-    const CtaState state = load_state(p);
+    const char* state_at = reinterpret_cast<const char*>(p.state + blockIdx.x);
+    const char* x_at = p.x + bytes_at(first_row, 0);
+    if (first_row >= p.rows) active = 0;
+    ptx::wait_previous(state_at, x_at, active);
+    const CtaState state = load_state(state_at);
     uint4 y[kUnits];
-    if (first_row < p.rows) load_x(first_row, y);
+#pragma unroll
+    for (int j = 0; j < kUnits; ++j) {
+      y[j] = uint4{0, 0, 0, 0};
+      if (has(j)) y[j] = ptx::ld_stream(x_at + j * kUnit);
+    }
     ptx::launch_dependents();
     const uint32_t epoch = state.epoch;
     const uint32_t slot = epoch % kSlots;
@@ -377,7 +394,7 @@ struct Flat {
       waiting = false;
       if (!kTwoShot && blockIdx.x == 0 && warp == 0) push_record(p, epoch, slot, previous);
       if (warp != 0) ptx::bar_arrive(kExitBarrier, blockDim.x);  // this warp has read the state
-      clear(state, previous);
+      clear(state, previous, first_row, single);
     };
     if constexpr (kTwoShot) {
       // Before the first wait, so that everyone can see who has begun this call.

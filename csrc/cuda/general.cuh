@@ -397,7 +397,7 @@ struct General {
     warp = threadIdx.x / 32;
     note = 0;
     ptx::wait_previous();
-    const CtaState state = load_state(p);
+    const CtaState state = load_state(reinterpret_cast<const char*>(p.state + blockIdx.x));
     const uint32_t epoch = state.epoch;
     const uint32_t slot = epoch % kSlots;
     const uint32_t previous = slot == 0 ? kSlots - 1 : slot - 1;
@@ -412,7 +412,7 @@ struct General {
     {
       char* base = p.peer[p.rank] + (p.slot0 + previous * p.slot_bytes);
       const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
-      clear_units(base, state.reduce & ~kInterleaved, me, threads);
+      clear_units(base, state.reduce, me, threads);
       clear_units(base + p.cross_offset, state.cross, me, threads);
       clear_units(base + p.gather_offset, state.gather, me, threads);
     }

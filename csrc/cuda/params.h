@@ -22,10 +22,6 @@ struct alignas(16) CtaState {
   uint32_t gather;
 };
 
-// Set in CtaState::reduce when the region holds one 512-byte chunk per source in turn, so that this
-// rank's own chunks need no clearing.
-inline constexpr uint32_t kInterleaved = 1u << 31;
-
 enum class Quant : uint8_t { kNone = 0, kToken = 1, kGroup = 2 };
 inline constexpr uint32_t kQuantGroup = 128;
 

@@ -75,6 +75,12 @@ __device__ __forceinline__ uint4 ld_stream(const void* p) {
   return v;
 }
 
+__device__ __forceinline__ float reciprocal(float v) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+
 __device__ __forceinline__ uint64_t globaltimer() {
   uint64_t t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
@@ -102,6 +108,14 @@ __device__ __forceinline__ uint4 ld_weight(const void* p) {
                : "l"(p)
                : "memory");
   return v;
+}
+
+// The same, with values that must be ready before the wait: the compiler would compute them after
+// it.
+__device__ __forceinline__ void wait_previous(const char*& a, const char*& b, uint32_t& c) {
+#if SM120_HAS_CLUSTER
+  asm volatile("griddepcontrol.wait;" : "+l"(a), "+l"(b), "+r"(c)::"memory");
+#endif
 }
 
 // A barrier among `threads` threads of the CTA (a multiple of 32); ids 1..15.

@@ -108,10 +108,20 @@ __device__ __forceinline__ float max_tiles(const float* amax, uint32_t tiles) {
   return warp_max(most);
 }
 
-// Dequantised value = code * scale: the largest magnitude maps to 448.
-__device__ __forceinline__ float fp8_scale(float amax) { return __fdiv_rn(amax, kE4m3Max); }
+// Dequantised value = code * scale: the largest magnitude maps to 448. Both quotients are correctly
+// rounded: a reciprocal and one or two residual corrections (Markstein), within the range where no
+// step over- or underflows; outside it, the division itself.
+__device__ __forceinline__ float fp8_scale(float amax) {
+  if (!(amax > 1e-30f && amax < 1e30f)) return __fdiv_rn(amax, kE4m3Max);
+  constexpr float kInverse = 1.0f / kE4m3Max;
+  const float q = amax * kInverse;
+  return fmaf(fmaf(-q, kE4m3Max, amax), kInverse, q);
+}
 __device__ __forceinline__ float fp8_inverse(float scale) {
-  return scale == 0.0f ? 0.0f : __fdiv_rn(1.0f, scale);
+  if (!(scale > 1e-30f && scale < 1e30f)) return scale == 0.0f ? 0.0f : __fdiv_rn(1.0f, scale);
+  float r = ptx::reciprocal(scale);
+  r = fmaf(r, fmaf(-scale, r, 1.0f), r);
+  return fmaf(r, fmaf(-scale, r, 1.0f), r);
 }
 
 __device__ __forceinline__ uint2 pack_e4m3(const float (&v)[8], float inverse) {

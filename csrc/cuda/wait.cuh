@@ -169,8 +169,8 @@ __device__ __forceinline__ void check_record(const Params& p, uint32_t epoch, ui
 // --- this CTA's state: read at the start; written at the end, with those of the CTAs this launch
 // lacks ---
 
-__device__ __forceinline__ CtaState load_state(const Params& p) {
-  const uint4 v = ptx::ld_stream(p.state + blockIdx.x);
+__device__ __forceinline__ CtaState load_state(const char* at) {
+  const uint4 v = ptx::ld_stream(at);
   return CtaState{v.x, v.y, v.z, v.w};
 }
 // One warp.

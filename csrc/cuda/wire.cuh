@@ -22,6 +22,13 @@ struct Bf16 {
     const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&v);
   }
+  // One rounding of the exact sum. For two addends that is what rounding their fp32 sum gives:
+  // either the fp32 sum is exact, or the smaller addend is too small to move the larger.
+  static __device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) {
+    const __nv_bfloat162 v = __hadd2_rn(*reinterpret_cast<const __nv_bfloat162*>(&a),
+                                        *reinterpret_cast<const __nv_bfloat162*>(&b));
+    return *reinterpret_cast<const uint32_t*>(&v);
+  }
 };
 
 struct F16 {
@@ -31,6 +38,11 @@ struct F16 {
   }
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     const __half2 v = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&v);
+  }
+  static __device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) {
+    const __half2 v =
+        __hadd2_rn(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));
     return *reinterpret_cast<const uint32_t*>(&v);
   }
 };
@@ -87,6 +99,11 @@ __device__ __forceinline__ void unpack8(uint4 v, float (&f)[8]) {
 template <class T>
 __device__ __forceinline__ uint4 pack8(const float (&f)[8]) {
   return uint4{T::pack(f[0], f[1]), T::pack(f[2], f[3]), T::pack(f[4], f[5]), T::pack(f[6], f[7])};
+}
+
+template <class T>
+__device__ __forceinline__ uint4 add8(uint4 a, uint4 b) {
+  return uint4{T::add(a.x, b.x), T::add(a.y, b.y), T::add(a.z, b.z), T::add(a.w, b.w)};
 }
 
 }  // namespace sm120

@@ -162,11 +162,12 @@ Array<int64_t> cuda_records(int64_t handle, int64_t epoch, int64_t world) {
   for (int64_t r = 0; r < world; ++r) {
     const CallRecord& c = records[r];
     const bool here = record_arrived(c);
-    out.push_back(here ? record_epoch(c) : -1);
-    out.push_back(here ? record_rows(c) : -1);
-    out.push_back(here ? record_hidden(c) : -1);
-    out.push_back(here ? c.kind >> 8 : -1);
-    out.push_back(here ? c.kind & 0xFF : -1);
+    const auto field = [here](uint32_t value) { return here ? static_cast<int64_t>(value) : -1; };
+    out.push_back(field(record_epoch(c)));
+    out.push_back(field(record_rows(c)));
+    out.push_back(field(record_hidden(c)));
+    out.push_back(field(c.kind >> 8));
+    out.push_back(field(c.kind & 0xFF));
   }
   return out;
 }
