@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 
@@ -69,17 +70,14 @@ def test_bit_packed_masks_are_refused():
 
 
 def test_platform_is_active_only_when_asked_for(monkeypatch):
-    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    environment = {"OMP_NUM_THREADS": "3"}
+    monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(platform.patches, "install_launch_hooks", lambda: None)
-    assert platform.activate() is None
-    monkeypatch.setenv("SGLANG_PLATFORM", platform.NAME)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    assert platform.activate() is None and list(environment) == ["OMP_NUM_THREADS"]
+    environment["SGLANG_PLATFORM"] = platform.NAME
     assert platform.activate() == "sglang_sm120.sim.platform.SimPlatform"
-    import os
-
-    assert os.environ["OMP_NUM_THREADS"] == "3"  # the user's own value stays
-    assert os.environ["SGLANG_CPU_OMP_THREADS_BIND"].count("|") >= 15
+    assert environment["OMP_NUM_THREADS"] == "3"  # the user's own value stays
+    assert environment["SGLANG_CPU_OMP_THREADS_BIND"].count("|") >= 15
 
 
 def test_ranks_take_turns_on_the_processors():
