@@ -1,4 +1,4 @@
-"""`sglang-sm120 drafter` against real servers: a sound drafter, and one that is fed the wrong layers.
+"""`sglang-sm120 drafter` against real servers: a sound drafter, and one that takes its input with the wrong sign.
 
 Rig: CPU server, simulated platform, TP 2, tiny trained Llama with its EAGLE-3 head.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from sglang_sm120.cli.drafter import app
 from sglang_sm120.sim.models import Built, Family
 from sglang_sm120.sim.server import SimServer, eagle3_flags
@@ -20,13 +21,13 @@ from typer.testing import CliRunner
 PROMPTS = 4
 
 
-def wrong_layers(model: Built, folder: Path) -> Path:
-    """A copy of the drafter whose configuration names the aux layers in another order."""
+def misaligned(model: Built, folder: Path) -> Path:
+    """A copy of the drafter that takes the target's states with the wrong sign: sound headers, useless input."""
     shutil.copytree(model.drafter, folder)
-    config = json.loads((folder / "config.json").read_text())
-    ids = list(model.aux_layers)
-    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [ids[-1], *ids[:-1]]
-    (folder / "config.json").write_text(json.dumps(config))
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(str(path))
+        tensors["fc.weight"] = -tensors["fc.weight"]
+        save_file(tensors, str(path), metadata={"format": "pt"})
     return folder
 
 
@@ -54,9 +55,9 @@ def test_check_and_measure_tell_a_sound_drafter_from_a_misaligned_one(
     built: Callable[[Family], Built], tmp_path: Path, aligned: bool
 ) -> None:
     model = built("llama")
-    drafter = Path(model.drafter) if aligned else wrong_layers(model, tmp_path / "wrong")
+    drafter = Path(model.drafter) if aligned else misaligned(model, tmp_path / "wrong")
     code, checked = run("check", model.target, drafter)
-    # Headers cannot show the order of layers: this fault is the measurement's to find.
+    # Headers cannot show this fault: it is the measurement's to find.
     assert (code, checked["fits"]) == (0, True), checked
 
     prompts = tmp_path / "prompts.jsonl"

@@ -187,7 +187,8 @@ def judge(everything: Group, mapping_is_right: bool | None) -> Verdict:
         return Verdict(
             False,
             f"position 1 is right in {first:.1%} of passes: above guessing, below the 55-80% that published heads "
-            "reach; look at the coverage and at the prompts before the hidden states",
+            "reach; look at coverage, prompts, and the aux layers (states of a neighbouring layer, or in another "
+            "order, still guess about half)",
         )
     return Verdict(False, f"position 1 is right in {first:.1%} of passes: healthy")
 
