@@ -20,7 +20,7 @@ uint32_t cta_limit(const Shape& shape) {
 }
 
 void launch_kernel(const void* kernel, uint32_t ctas, uint32_t threads, uint32_t shared,
-                   uint32_t cluster, bool pdl, const Params& p, cudaStream_t stream) {
+                   uint32_t cluster, bool pdl, void** arguments, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(ctas);
   config.blockDim = dim3(threads);
@@ -45,7 +45,6 @@ void launch_kernel(const void* kernel, uint32_t ctas, uint32_t threads, uint32_t
                                static_cast<int>(shared)),
           "raise the shared memory limit");
   }
-  void* arguments[] = {const_cast<Params*>(&p)};
   check(cudaLaunchKernelExC(&config, kernel, arguments), "launch");
 }
 
@@ -200,8 +199,7 @@ void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
   if (kernel != nullptr) {
     launch_flat(kernel, call, p, geometry, stream);
   } else {
-    p.view = view;
-    launch_general(call, p, geometry, stream);
+    launch_general(call, p, view, geometry, stream);
   }
 }
 
@@ -222,14 +220,17 @@ void Channel::launch_flat(const void* kernel, const Call& call, Params& p, Geome
     throw std::invalid_argument("this geometry does not fit the call");
   }
   const uint32_t shared = units > 2 ? kMostUnits * threads * 16 : 0;
-  launch_kernel(kernel, g.ctas, threads, shared, joined ? g.cluster : 1, call.pdl && clusters_, p,
-                stream);
+  void* arguments[] = {&p};
+  launch_kernel(kernel, g.ctas, threads, shared, joined ? g.cluster : 1, call.pdl && clusters_,
+                arguments, stream);
 }
 
-void Channel::launch_general(const Call& call, Params& p, Geometry g, cudaStream_t stream) {
+void Channel::launch_general(const Call& call, Params& p, const View& view, Geometry g,
+                             cudaStream_t stream) {
   const uint32_t warps = std::min(kGeneralThreads / 32, p.tiles_per_row);
+  void* arguments[] = {&p, const_cast<View*>(&view)};
   launch_kernel(general(call.dtype, call.op != Op::kAllReduce), g.ctas, warps * 32,
-                p.tiles_per_row * kTile * 4, 1, call.pdl && clusters_, p, stream);
+                p.tiles_per_row * kTile * 4, 1, call.pdl && clusters_, arguments, stream);
 }
 
 }  // namespace sm120

@@ -73,7 +73,8 @@ class Channel {
  private:
   void launch_flat(const void* kernel, const Call& call, Params& p, Geometry geometry,
                    cudaStream_t stream);
-  void launch_general(const Call& call, Params& p, Geometry geometry, cudaStream_t stream);
+  void launch_general(const Call& call, Params& p, const View& view, Geometry geometry,
+                      cudaStream_t stream);
 
   ChannelConfig config_;
   Layout layout_;

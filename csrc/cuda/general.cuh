@@ -80,6 +80,7 @@ __device__ __forceinline__ void int8_unpack(uint2 codes, uint32_t scale, float (
 template <class T, bool kNorm>
 struct General {
   const Params& p;
+  const View& view;
   RowShared& shared;
   float* sums;  // [tiles_per_row][256]
   uint32_t lane, warp;
@@ -232,7 +233,7 @@ struct General {
 
   __device__ __forceinline__ void scatter(uint32_t row, uint32_t t) const {
     const uint32_t tile = row * p.tiles_per_row + t;
-    const uint32_t fanout = p.view.scatter_fanout(tile);
+    const uint32_t fanout = view.scatter_fanout(tile);
     if (fanout == 0) return;
     float f[8];
     const Place here = place(row, t);
@@ -240,21 +241,20 @@ struct General {
     const Packet packet = dress(codec(), f);
 #pragma unroll 1
     for (uint32_t i = 0; i < fanout; ++i)
-      push(p.view.scatter_push(tile, i), codec(), packet, here.active);
+      push(view.scatter_push(tile, i), codec(), packet, here.active);
   }
 
   // The finished sum of a tile: through the wire form that others receive, and to them.
   __device__ __forceinline__ void finish_tile(uint32_t tile, const Place& here, float (&f)[8]) {
-    const uint32_t fanout = p.view.gather_fanout(tile);
+    const uint32_t fanout = view.gather_fanout(tile);
     const Packet packet = dress(codec(), f);
 #pragma unroll 1
     for (uint32_t i = 0; i < fanout; ++i)
-      push(p.view.gather_push(tile, i), codec(), packet, here.active);
+      push(view.gather_push(tile, i), codec(), packet, here.active);
     through(codec(), f);
   }
 
   __device__ __forceinline__ void reduce(uint32_t row, uint32_t t) {
-    const View& view = p.view;
     const uint32_t tile = row * p.tiles_per_row + t;
     if (!view.reduces(tile)) return;
     const Place here = place(row, t);
@@ -305,7 +305,6 @@ struct General {
   }
 
   __device__ __forceinline__ void cross(uint32_t row, uint32_t t) {
-    const View& view = p.view;
     const uint32_t tile = row * p.tiles_per_row + t;
     if (!view.adds_partials(tile)) return;
     const Place here = place(row, t);
@@ -330,10 +329,10 @@ struct General {
 
   __device__ __forceinline__ void collect(uint32_t row, uint32_t t) {
     const uint32_t tile = row * p.tiles_per_row + t;
-    if (!p.view.polls_result(tile)) return;
+    if (!view.polls_result(tile)) return;
     float f[8];
     receive(codec(), at(p.rank, Region::kGather, tile, codec()), place(row, t).active,
-            Where{Phase::kGather, tile, p.view.owner(tile)}, f);
+            Where{Phase::kGather, tile, view.owner(tile)}, f);
     keep(t, f);
   }
 
@@ -453,10 +452,10 @@ struct General {
 
 template <class T, bool kNorm>
 __global__ void __launch_bounds__(kGeneralThreads, 2)
-    general_kernel(const __grid_constant__ Params p) {
+    general_kernel(const __grid_constant__ Params p, const __grid_constant__ View view) {
   __shared__ RowShared shared;
   extern __shared__ float4 sums[];
-  General<T, kNorm> kernel{p, shared, reinterpret_cast<float*>(sums)};
+  General<T, kNorm> kernel{p, view, shared, reinterpret_cast<float*>(sums)};
   kernel.run();
 }
 

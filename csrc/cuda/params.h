@@ -73,7 +73,6 @@ struct Params {
   uint32_t plan_hash;
   uint32_t channel;
   FlightRecord* flight;  // pinned host memory
-  View view;             // general kernels only
 };
 
 }  // namespace sm120

@@ -110,11 +110,20 @@ __device__ __forceinline__ uint4 ld_weight(const void* p) {
   return v;
 }
 
-// The same, with values that must be ready before the wait: the compiler would compute them after
-// it.
+// The same, with values that must be ready before the wait. The assembler would compute them after
+// it, so the wait is made conditional on them (it always happens: the addresses are even, their sum
+// is not 1).
 __device__ __forceinline__ void wait_previous(const char*& a, const char*& b, uint32_t& c) {
 #if SM120_HAS_CLUSTER
-  asm volatile("griddepcontrol.wait;" : "+l"(a), "+l"(b), "+r"(c)::"memory");
+  asm volatile(
+      "{\n"
+      ".reg .u64 sum;\n"
+      ".reg .pred ready;\n"
+      "add.u64 sum, %0, %1;\n"
+      "setp.ne.u64 ready, sum, 1;\n"
+      "@ready griddepcontrol.wait;\n"
+      "}\n"
+      : "+l"(a), "+l"(b), "+r"(c)::"memory");
 #endif
 }
 

@@ -25,7 +25,7 @@ _LEFT, _MISMATCH = 3, 4
 
 # Bytes up to which pushing to everyone beats the second hop of two-shot, by world size.
 # Measured by benchmark/allreduce.py; see docs/kernels.md.
-ONE_SHOT_BYTES = {2: 1 << 40, 3: 64 << 10, 4: 64 << 10}
+ONE_SHOT_BYTES = {2: 1 << 40, 3: 128 << 10, 4: 128 << 10}
 ONE_SHOT_BYTES_LARGER = 16 << 10
 
 
