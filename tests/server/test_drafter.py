@@ -79,7 +79,8 @@ def test_check_and_measure_tell_a_sound_drafter_from_a_misaligned_one(
     everything = groups["all"]
     assert everything["prompts"] == PROMPTS
     positions = everything["positions"]
-    assert len(positions) == 3 and positions == sorted(positions, reverse=True)
+    # SGLang's histogram ends with the longest draft that was right.
+    assert 1 <= len(positions) <= 3 and positions == sorted(positions, reverse=True)
     length = everything["tokens"] / everything["passes"]
     assert length == pytest.approx(1 + sum(positions), rel=0.1)
     assert measured["verdict"]["misaligned"] is (not aligned), measured

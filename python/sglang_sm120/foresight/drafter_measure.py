@@ -37,7 +37,7 @@ class Group(msgspec.Struct, frozen=True):
 
     Attributes:
         group: class; prompts, tokens, passes: counts.
-        positions: share of passes in which the first i drafts were right, i from 1.
+        positions: share of passes in which the first i drafts were right, i from 1; ends where no pass got further.
     """
 
     group: str
