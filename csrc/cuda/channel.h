@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <string>
 
 #include "params.h"
@@ -60,6 +61,12 @@ class Channel {
 
   bool admits(Schedule schedule, Dtype dtype, const Shape& shape, bool int8) const;
   void launch(const Call& call, Geometry geometry, cudaStream_t stream);
+
+  // The bound of calls launched from now on; a captured call keeps the bound of its capture.
+  void set_timeout_ms(uint64_t timeout_ms) {
+    base_.timeout_units =
+        static_cast<uint32_t>(std::min<uint64_t>(timeout_ms * 1000000 / 1024, 0x7FFFFFFF));
+  }
 
   const Layout& layout() const { return layout_; }
   // Zero valid field: no failure since the last reset. Reads pinned memory only.

@@ -48,6 +48,9 @@ int64_t cuda_open(int64_t rank, int64_t world, String islands, int64_t capacity,
 
 void cuda_close(int64_t handle) { delete &channel_of(handle); }
 void cuda_reset(int64_t handle) { channel_of(handle).reset(); }
+void cuda_set_timeout_ms(int64_t handle, int64_t timeout_ms) {
+  channel_of(handle).set_timeout_ms(static_cast<uint64_t>(timeout_ms));
+}
 
 Shape shape_of(int64_t rows, int64_t hidden) {
   return make_shape(static_cast<uint32_t>(rows), static_cast<uint32_t>(hidden));
@@ -209,6 +212,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_slab_bytes, cuda_slab_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_open, cuda_open);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_close, cuda_close);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_reset, cuda_reset);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_set_timeout_ms, cuda_set_timeout_ms);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_admits, cuda_admits);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_geometry, cuda_geometry);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_all_reduce, cuda_all_reduce);

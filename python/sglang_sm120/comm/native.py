@@ -64,6 +64,7 @@ class NativeCommunicator(Communicator):
         islands: str | Sequence[Sequence[int]] | None = None,
         capacity_bytes: int = 1 << 20,
         timeout_ms: int = 2000,
+        warmup_timeout_ms: int | None = None,
         wire: str = "lossless",
         fp32_partials: bool = False,
         schedule: str = "auto",
@@ -79,7 +80,8 @@ class NativeCommunicator(Communicator):
             exchange: all-gather of a Python object over the group.
             islands: partition of the ranks, as text ("0-3;4-7") or lists; None is one island.
             capacity_bytes: largest message, rows x hidden rounded up to tiles of 256 elements.
-            timeout_ms: longest wait for a missing rank within a call.
+            timeout_ms: longest wait for a missing rank within a call; a captured call keeps it.
+            warmup_timeout_ms: the same for calls outside graphs until `set_timeout_ms`; `timeout_ms` if None.
             wire: "lossless" or "int8" (blocks of 32 with a shared exponent).
             fp32_partials: islands exchange fp32 (one rounding) rather than the dtype.
             schedule: "auto" or a name in `SCHEDULES`.
@@ -99,6 +101,8 @@ class NativeCommunicator(Communicator):
         self._islands = islands_text(islands)
         self._flags = (1 if wire == "int8" else 0) | (2 if fp32_partials else 0)
         self._schedule = schedule
+        self._bounds = (timeout_ms, warmup_timeout_ms or timeout_ms)  # captured, eager
+        self._bound = timeout_ms
         self._small = min(capacity_bytes, max(capacity_bytes * 2 // world, 64 << 10))
         self._handle = 0
         self._hows: dict[tuple[Op, int], How] = {}
@@ -244,12 +248,23 @@ class NativeCommunicator(Communicator):
         if self._handle == 0:
             raise CollectiveError(f"{self.name}: the communicator of rank {self.rank} is closed")
         self.check()
+        captured, eager = self._bounds
+        if captured != eager or self._bound != eager:
+            self._use_bound(captured if torch.cuda.is_current_stream_capturing() else eager)
         self.calls[op] += 1
         how = self.how(op, x.numel() // x.shape[-1], x.shape[-1], x.element_size())
         flags = self._flags | (0 if how.early_launch else 4)
         return [
             SCHEDULES.index(how.schedule), flags, how.cluster, how.group_warps, how.rows_per_cta, how.ctas,
         ]  # fmt: skip
+
+    def _use_bound(self, timeout_ms: int) -> None:
+        if timeout_ms != self._bound:
+            self._lib.cuda_set_timeout_ms(self._handle, timeout_ms)
+            self._bound = timeout_ms
+
+    def set_timeout_ms(self, timeout_ms: int) -> None:
+        self._bounds = (timeout_ms, timeout_ms)
 
     def _current_stream(self) -> int:
         stream = torch.cuda.current_stream()
@@ -410,7 +425,8 @@ def build_over(spec: GroupSpec, ways: Sequence[str], numa_node: int) -> NativeCo
             exchange,
             islands=spec.islands,
             capacity_bytes=spec.capacity_bytes,
-            timeout_ms=spec.options.warmup_timeout_ms,
+            timeout_ms=spec.options.timeout_ms,
+            warmup_timeout_ms=spec.options.warmup_timeout_ms,
             wire="lossless" if spec.options.wire == "bf16" else spec.options.wire,
             ways=ways,
             numa_node=numa_node,
