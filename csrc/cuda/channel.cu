@@ -15,6 +15,12 @@ constexpr uint32_t kLargeCtas = 32;
 
 uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
+Output output_of(const Call& call) {
+  return call.op == Op::kAllReduce    ? Output::kSum
+         : call.quant == Quant::kNone ? Output::kNorm
+                                      : Output::kFp8;
+}
+
 uint32_t cta_limit(const Shape& shape) {
   return shape.rows <= kSmallRows ? kSmallCtas : kLargeCtas;
 }
@@ -180,7 +186,7 @@ void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
   if (!island && !call.int8 && !call.weight_f32) {
     const Geometry g = geometry.ctas != 0 ? geometry : choose(call.shape, norm, clusters_);
     const uint32_t units = ceil_div(call.shape.tiles_per_row, g.cluster * g.group_warps);
-    kernel = flat(call.dtype, norm, two_shot, config_.topology.world, units);
+    kernel = flat(call.dtype, output_of(call), two_shot, config_.topology.world, units);
     if (kernel != nullptr) geometry = g;
   }
   if (kernel == nullptr) {
@@ -216,10 +222,12 @@ void Channel::launch_flat(const void* kernel, const Call& call, Params& p, Geome
   const bool joined = norm && g.cluster > 1;
   if (threads == 0 || threads > kMaxThreads || g.ctas > kMaxCtas || g.rows_per_cta > 4 ||
       units > kMostUnits || 1u << p.cluster_log2 != g.cluster || g.ctas % g.cluster != 0 ||
-      (joined && (units > 2 || g.rows_per_cta != 1 || p.row_stride < p.rows || !clusters_))) {
+      (joined && (units > 1 || g.rows_per_cta != 1 || p.row_stride < p.rows || !clusters_))) {
     throw std::invalid_argument("this geometry does not fit the call");
   }
-  const uint32_t shared = units > 2 ? kMostUnits * threads * 16 : 0;
+  const uint32_t shared = units > 2 || (units == 2 && norm && call.quant != Quant::kNone)
+                              ? kMostUnits * threads * 16
+                              : 0;
   void* arguments[] = {&p};
   launch_kernel(kernel, g.ctas, threads, shared, joined ? g.cluster : 1, call.pdl && clusters_,
                 arguments, stream);
@@ -229,7 +237,7 @@ void Channel::launch_general(const Call& call, Params& p, const View& view, Geom
                              cudaStream_t stream) {
   const uint32_t warps = std::min(kGeneralThreads / 32, p.tiles_per_row);
   void* arguments[] = {&p, const_cast<View*>(&view)};
-  launch_kernel(general(call.dtype, call.op != Op::kAllReduce), g.ctas, warps * 32,
+  launch_kernel(general(call.dtype, output_of(call)), g.ctas, warps * 32,
                 p.tiles_per_row * kTile * 4, 1, call.pdl && clusters_, arguments, stream);
 }
 

@@ -22,16 +22,16 @@ struct FlatShared {
 
 // kUnits: most tiles per warp, 1, 2 or 4. Four wait in shared memory between the steps, two at a
 // time.
-template <class T, bool kNorm, bool kTwoShot, int kWorld, int kUnits>
+template <class T, Output kOut, bool kTwoShot, int kWorld, int kUnits>
 struct Flat {
+  static constexpr bool kNorm = kOut != Output::kSum, kFp8 = kOut == Output::kFp8;
   // Tiles handled together after the sum's data came, tiles polled together when reducing, and
   // sources polled together.
-  static constexpr int kStep = kUnits == 1 ? 1 : 2;
+  static constexpr int kStep = kUnits == 1 || kFp8 ? 1 : 2;
   static constexpr int kBatch = !kTwoShot && kWorld == 2 ? kStep : 1;
-  static constexpr int kChunk = kUnits != 1 && kWorld > 4 ? 4 : kWorld;
+  static constexpr int kChunk = kWorld > 4 ? 4 : kWorld;
 
   static constexpr bool kKeep = kUnits > kStep;
-  static constexpr bool kEarlyWeight = !kKeep;  // loaded before the row's warps join
 
   const Params& p;
   FlatShared& shared;
@@ -205,7 +205,7 @@ struct Flat {
     y = add8<T>(y, residual);
     if (has(j)) *reinterpret_cast<uint4*>(p.residual_out + bytes_at(row, j)) = y;
     unpack8<T>(y, s);
-    if (p.quant == Quant::kToken) {
+    if (kFp8 && p.quant == Quant::kToken) {
       float r[8];
       unpack_weight<T>(p, weight, r);
       amax = fmaxf(amax, largest_product(s, r));
@@ -221,7 +221,7 @@ struct Flat {
     const uint32_t mine = j + value_of_lane<kStep>(lane);
     const uint32_t spare = lane % (32 / kStep);  // lanes that hold the same total
     const uint32_t index = first_tile + mine;
-    const bool token = p.quant == Quant::kToken;
+    const bool token = kFp8 && p.quant == Quant::kToken;
     if (token) amax = warp_max(amax);
 #if SM120_HAS_CLUSTER
     if (!kKeep && p.cluster_log2 != 0) {
@@ -282,8 +282,7 @@ struct Flat {
       }
     }
     if constexpr (kNorm) {
-      // More tiles leave no registers for the weights while they poll.
-      if (kUnits == 2 || (kKeep && p.quant == Quant::kToken)) load_weights(j, weight);
+      if (kUnits > 1 && kFp8 && p.quant == Quant::kToken) load_weights(j, weight);
       float squares[kStep];
       float amax = 0.0f;
 #pragma unroll
@@ -324,14 +323,18 @@ struct Flat {
       step(row, single, 0, y, weight, statistics, meanwhile);
     }
     if constexpr (kNorm) {
-      join(statistics);
-      const RowScale scale = row_scale<T>(p, statistics, row, wrow == 0 && lane == 0);
+      // More than one tile leaves no registers for the weights before this.
+      uint4 all[kUnits];
 #pragma unroll
       for (int j = 0; j < kUnits; ++j) {
-        const uint4 w = kEarlyWeight ? weight[j % kStep]
-                        : has(j)     ? ptx::ld_weight(p.weight + column(j) * 2)
-                                     : uint4{0, 0, 0, 0};
-        store_norm<T>(p, row, column(j), has(j), kKeep ? kept_tile(j) : y[j], w, scale);
+        all[j] = kUnits == 1 ? weight[0] : uint4{0, 0, 0, 0};
+        if (kUnits > 1 && has(j)) all[j] = ptx::ld_weight(p.weight + column(j) * 2);
+      }
+      join(statistics);
+      const RowScale scale = row_scale<T, kFp8>(p, statistics, row, wrow == 0 && lane == 0);
+#pragma unroll
+      for (int j = 0; j < kUnits; ++j) {
+        store_norm<T, kFp8>(p, row, column(j), has(j), kKeep ? kept_tile(j) : y[j], all[j], scale);
       }
     }
   }
@@ -358,7 +361,7 @@ struct Flat {
       if (threadIdx.x == 0) {
         const uint32_t bar = ptx::smem_address(&shared.row[0][0].barrier);
         ptx::mbarrier_init(bar, 1);
-        ptx::mbarrier_expect(bar, p.tiles_per_row * (p.quant == Quant::kToken ? 8 : 4));
+        ptx::mbarrier_expect(bar, p.tiles_per_row * (kFp8 && p.quant == Quant::kToken ? 8 : 4));
       }
       ptx::cluster_arrive();
     }
@@ -380,6 +383,7 @@ struct Flat {
     const uint32_t previous = slot == 0 ? kSlots - 1 : slot - 1;
     slot_offset = p.slot0 + slot * p.slot_bytes;
 
+#pragma unroll 1
     for (uint32_t row = first_row; row < p.rows; row += p.row_stride) {
       if (row != first_row) load_x(row, y);
       scatter(row, y);
@@ -399,6 +403,8 @@ struct Flat {
     if constexpr (kTwoShot) {
       // Before the first wait, so that everyone can see who has begun this call.
       if (blockIdx.x == 0 && warp == 0) push_record(p, epoch, slot, previous);
+      meanwhile();
+#pragma unroll 1
       for (uint32_t row = first_row; row < p.rows; row += p.row_stride) {
         if constexpr (kKeep) {
 #pragma unroll 1
@@ -419,6 +425,7 @@ struct Flat {
       }
     }
     uint32_t parity = 0;
+#pragma unroll 1
     for (uint32_t row = first_row; row < p.rows; row += p.row_stride, parity ^= 1) {
       if (!kKeep && !kTwoShot && !single) load_x(row, y);
       finish(row, single, y, shared.row[parity][group], meanwhile);
@@ -434,11 +441,11 @@ struct Flat {
   }
 };
 
-template <class T, bool kNorm, bool kTwoShot, int kWorld, int kUnits>
+template <class T, Output kOut, bool kTwoShot, int kWorld, int kUnits>
 __global__ void __launch_bounds__(kMaxThreads, 1) flat_kernel(const __grid_constant__ Params p) {
   __shared__ FlatShared shared;
   extern __shared__ uint4 kept[];
-  Flat<T, kNorm, kTwoShot, kWorld, kUnits> kernel{p, shared, kept};
+  Flat<T, kOut, kTwoShot, kWorld, kUnits> kernel{p, shared, kept};
   kernel.run();
 }
 

@@ -3,8 +3,8 @@
 
 namespace sm120 {
 
-const void* flat_one_shot_4(Dtype dtype, bool norm, uint32_t units) {
-  return flat_of<false, 4, 2>(dtype, norm, units);
+const void* flat_one_shot_4(Dtype dtype, Output out, uint32_t units) {
+  return flat_of<false, 4, 2>(dtype, out, units);
 }
 
 }  // namespace sm120

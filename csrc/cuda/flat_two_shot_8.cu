@@ -3,8 +3,8 @@
 
 namespace sm120 {
 
-const void* flat_two_shot_8(Dtype dtype, bool norm, uint32_t units) {
-  return flat_of<true, 8, 4>(dtype, norm, units);
+const void* flat_two_shot_8(Dtype dtype, Output out, uint32_t units) {
+  return flat_of<true, 8, 4>(dtype, out, units);
 }
 
 }  // namespace sm120

@@ -6,17 +6,21 @@ namespace sm120 {
 namespace {
 
 template <class T>
-const void* of(bool norm) {
-  return norm ? reinterpret_cast<const void*>(&general_kernel<T, true>)
-              : reinterpret_cast<const void*>(&general_kernel<T, false>);
+const void* of(Output out) {
+  switch (out) {
+    case Output::kSum:
+      return reinterpret_cast<const void*>(&general_kernel<T, Output::kSum>);
+    case Output::kNorm:
+      return reinterpret_cast<const void*>(&general_kernel<T, Output::kNorm>);
+    default:
+      return reinterpret_cast<const void*>(&general_kernel<T, Output::kFp8>);
+  }
 }
 
 }  // namespace
 
-const void* general(Dtype dtype, bool norm) {
-  return dtype == Dtype::kBf16  ? of<Bf16>(norm)
-         : dtype == Dtype::kF16 ? of<F16>(norm)
-                                : of<F32>(norm);
+const void* general(Dtype dtype, Output out) {
+  return dtype == Dtype::kBf16 ? of<Bf16>(out) : dtype == Dtype::kF16 ? of<F16>(out) : of<F32>(out);
 }
 
 }  // namespace sm120

@@ -77,8 +77,9 @@ __device__ __forceinline__ void int8_unpack(uint2 codes, uint32_t scale, float (
   }
 }
 
-template <class T, bool kNorm>
+template <class T, Output kOut>
 struct General {
+  static constexpr bool kNorm = kOut != Output::kSum, kFp8 = kOut == Output::kFp8;
   const Params& p;
   const View& view;
   RowShared& shared;
@@ -363,13 +364,13 @@ struct General {
       round8<T>(f);
       keep(t, f);
       squares = square_sum(f);
-      if (p.quant == Quant::kToken) {
+      if (kFp8 && p.quant == Quant::kToken) {
         load_weight(here.column, r);
         amax = largest_product(f, r);
       }
     }
     squares = warp_sum(squares);
-    if (p.quant == Quant::kToken) amax = warp_max(amax);
+    if (kFp8 && p.quant == Quant::kToken) amax = warp_max(amax);
     if (lane == 0) {
       shared.squares[t] = squares;
       shared.amax[t] = amax;
@@ -383,7 +384,7 @@ struct General {
     if (here.active) load_weight(here.column, w);
 #pragma unroll
     for (int i = 0; i < 8; ++i) f[i] = here.active ? f[i] * w[i] * scale.rstd : 0.0f;
-    if (p.quant == Quant::kNone) {
+    if constexpr (!kFp8) {
       if (here.active) store8<T>(p.out, here.element, f);
       return;
     }
@@ -402,6 +403,7 @@ struct General {
     const uint32_t previous = slot == 0 ? kSlots - 1 : slot - 1;
     slot_offset = p.slot0 + slot * p.slot_bytes;
 
+#pragma unroll 1
     for (uint32_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
 #pragma unroll 1
       for (uint32_t t = warp; t < p.tiles_per_row; t += blockDim.x / 32) scatter(row, t);
@@ -415,6 +417,7 @@ struct General {
       clear_units(base + p.cross_offset, state.cross, me, threads);
       clear_units(base + p.gather_offset, state.gather, me, threads);
     }
+#pragma unroll 1
     for (uint32_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
 #pragma unroll 1
       for (uint32_t t = warp; t < p.tiles_per_row; t += blockDim.x / 32) reduce(row, t);
@@ -426,7 +429,7 @@ struct General {
 #pragma unroll 1
         for (uint32_t t = warp; t < p.tiles_per_row; t += blockDim.x / 32) add_residual(row, t);
         __syncthreads();
-        const RowScale scale = row_scale<T>(p, shared, row, threadIdx.x == 0);
+        const RowScale scale = row_scale<T, kFp8>(p, shared, row, threadIdx.x == 0);
 #pragma unroll 1
         for (uint32_t t = warp; t < p.tiles_per_row; t += blockDim.x / 32) norm(row, t, scale);
         __syncthreads();  // before the next row's statistics
@@ -450,12 +453,12 @@ struct General {
   }
 };
 
-template <class T, bool kNorm>
+template <class T, Output kOut>
 __global__ void __launch_bounds__(kGeneralThreads, 2)
     general_kernel(const __grid_constant__ Params p, const __grid_constant__ View view) {
   __shared__ RowShared shared;
   extern __shared__ float4 sums[];
-  General<T, kNorm> kernel{p, view, shared, reinterpret_cast<float*>(sums)};
+  General<T, kOut> kernel{p, view, shared, reinterpret_cast<float*>(sums)};
   kernel.run();
 }
 

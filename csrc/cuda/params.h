@@ -23,6 +23,8 @@ struct alignas(16) CtaState {
 };
 
 enum class Quant : uint8_t { kNone = 0, kToken = 1, kGroup = 2 };
+// What a kernel makes of the sum: itself, the residual and the norm, or these as FP8.
+enum class Output : uint8_t { kSum = 0, kNorm = 1, kFp8 = 2 };
 inline constexpr uint32_t kQuantGroup = 128;
 
 // Fields that a flat kernel reads before its first store come first: constants are fetched in

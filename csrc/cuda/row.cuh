@@ -143,12 +143,12 @@ struct RowScale {
   float inverse;
 };
 
-template <class T>
+template <class T, bool kFp8>
 __device__ __forceinline__ RowScale row_scale(const Params& p, const RowShared& row, uint32_t index,
                                               bool writes) {
   const float mean = sum_tiles(row.squares, p.tiles_per_row) * p.inverse_hidden;
   RowScale r{rsqrtf(mean + p.eps), 0.0f};
-  if (p.quant == Quant::kToken) {
+  if (kFp8 && p.quant == Quant::kToken) {
     // Rounding is monotone, so this is the largest magnitude of the rounded row to the last bit.
     const float most = max_tiles(row.amax, p.tiles_per_row) * r.rstd;
     float rounded = most;
@@ -181,7 +181,7 @@ __device__ __forceinline__ void store_e4m3(const Params& p, uint32_t row, uint32
 
 // Normalise eight elements from `column` of row `row` and store them, as the dtype or as FP8.
 // Warp-uniform; lanes without elements pass active = false.
-template <class T>
+template <class T, bool kFp8>
 __device__ __forceinline__ void store_norm(const Params& p, uint32_t row, uint32_t column,
                                            bool active, uint4 y, uint4 weight,
                                            const RowScale& scale) {
@@ -192,7 +192,7 @@ __device__ __forceinline__ void store_norm(const Params& p, uint32_t row, uint32
   for (int i = 0; i < 8; ++i) f[i] = f[i] * w[i] * scale.rstd;
   const uint4 packed = pack8<T>(f);
   const uint64_t at = static_cast<uint64_t>(row) * p.hidden + column;
-  if (p.quant == Quant::kNone) {
+  if constexpr (!kFp8) {
     if (active) *reinterpret_cast<uint4*>(p.out + at * 2) = packed;
     return;
   }
