@@ -11,7 +11,7 @@ import pynvml
 import pytest
 from sglang_sm120.fabric import machine, nvml
 from sglang_sm120.fabric.machine import EdgeClass, MachineError
-from sglang_sm120.fabric.source import Live, Recording, Saved, SourceError
+from sglang_sm120.fabric.source import Live, Recording, Saved, Source, SourceError
 from sglang_sm120.fabric.topology import acs_bits, discover
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -108,6 +108,34 @@ def test_a_foreign_folder_is_refused_by_name(tmp_path) -> None:
     (tmp_path / "meta.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(SourceError, match="format 99"):
         Saved(tmp_path)
+
+
+class Guest(Source):
+    """A virtual machine whose GPUs hang on root buses, with no bridge above them."""
+
+    def read(self, path: str) -> None:
+        return None
+
+    def link(self, path: str) -> str | None:
+        bdf = path.rsplit("/", 1)[-1]
+        return f"/sys/devices/pci{bdf[:7]}/{bdf}" if ":" in bdf else None
+
+    def names(self, path: str) -> list[str]:
+        return []
+
+    def nvml(self) -> dict:
+        return {"gpus": [{"bdf": "0000:05:00.0"}, {"bdf": "0000:06:00.0"}]}
+
+    def root(self) -> bool:
+        return False
+
+
+def test_gpus_of_a_virtual_machine_need_no_bridge() -> None:
+    topology = discover(Guest())
+    assert [gpu.bdf for gpu in topology.gpus] == ["0000:05:00.0", "0000:06:00.0"]
+    assert topology.bridges == ()
+    assert all(gpu.bridges == () for gpu in topology.gpus)
+    assert len(topology.islands()) == 1
 
 
 class FakeNvml:

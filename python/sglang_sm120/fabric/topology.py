@@ -166,7 +166,8 @@ def discover(source: Source) -> Topology:
     gpus = []
     for index, bdf in enumerate(addresses):
         chain = _chain(source, bdf)
-        for above, here, below in zip(["", *chain[:-1]], chain, [*chain[1:], bdf], strict=True):
+        path = ["", *chain, bdf]  # in a virtual machine a GPU may hang on the root bus itself
+        for above, here, below in zip(path, chain, path[2:], strict=False):
             if here not in bridges:
                 bridges[here] = _bridge(source, here, above, below, chain)
         gpus.append(_gpu(source, index, bdf, chain, listed.get(bdf, {})))

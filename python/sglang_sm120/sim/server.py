@@ -136,7 +136,7 @@ class SimServer:
         log: Path | None = None,
         start_timeout_s: float = 900.0,
     ) -> None:
-        self.model = Path(model)
+        self.model = Path(model).resolve()  # the server runs in another folder
         self.tp = tp
         self.start_timeout_s = start_timeout_s
         self.port = free_port()
