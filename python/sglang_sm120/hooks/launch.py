@@ -36,11 +36,14 @@ def options_of(server_args: Any) -> Options:
     attached = getattr(server_args, "_sm120", None)
     if attached is not None:
         return opt.from_dict(attached)
-    if PLUGIN_ARGS.offered:
-        given = dict(server_args.plugin_args or {})
-        given[opt.BUILT_IN_ENABLED] = getattr(server_args, opt.BUILT_IN_ENABLED, False)
-        return opt.from_namespace(argparse.Namespace(**given))
-    return opt.from_environment()
+    return _carried(server_args) if PLUGIN_ARGS.offered else opt.from_environment()
+
+
+def _carried(server_args: Any) -> Options:
+    # What SGLang itself carries for us where it has the seam; single variables fill in the rest.
+    given = dict(server_args.plugin_args or {})
+    given[opt.BUILT_IN_ENABLED] = getattr(server_args, opt.BUILT_IN_ENABLED, False)
+    return opt.from_namespace(argparse.Namespace(**given))
 
 
 def attach(server_args: Any, options: Options) -> None:
@@ -96,7 +99,8 @@ def check_contract(server_args: Any, previous: Any) -> None:
     try:
         attached = getattr(server_args, "_sm120", None)
         # `Engine(...)` has no command line, and what an earlier engine handed to its children is not its own.
-        options = opt.from_variables() if attached is None else opt.from_dict(attached)
+        unattached = _carried if PLUGIN_ARGS.offered else lambda _: opt.from_variables()
+        options = unattached(server_args) if attached is None else opt.from_dict(attached)
         attach(server_args, options)
         parts = parts_for(options, resolving_view(server_args).device)
         if options.enabled:
