@@ -24,11 +24,16 @@ $(DEPS): requirements/lock.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/lock.txt
 	rm -f $(VENV)/.deps-* && touch $@
 
-# The stamp lives in the checkout: an environment shared by two checkouts must be pointed at this one.
-build/.built: $(DEPS) pyproject.toml $(CPP)
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-		-C cmake.define.SM120_CUDA_ARCHS="$(CUDA_ARCHS)" -e .
+# The stamps live in the checkout: an environment shared by two checkouts must be pointed at this one.
+build/.installed: $(DEPS) pyproject.toml
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -C wheel.cmake=false -e .
 	mkdir -p build && touch $@
+
+build/.built: build/.installed $(CPP)
+	$(BIN)/cmake -S . -B build/cmake -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython3_EXECUTABLE=$(abspath $(PY)) \
+		-DSM120_CUDA_ARCHS="$(CUDA_ARCHS)"
+	$(BIN)/cmake --build build/cmake
+	touch $@
 
 setup: $(DEPS)
 
