@@ -121,6 +121,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="Bound for one world.")] = 150.0,
     replays: Annotated[int, typer.Option(help="Graph replays per measurement.")] = 40,
     capacity: Annotated[int, typer.Option(help="Bytes of the largest message.")] = 1 << 20,
+    preload: Annotated[str, typer.Option(help="Library the ranks load first (an NCCL of 2.30 or newer).")] = "",
     json_path: Annotated[Path | None, typer.Option("--json", help="Where the results go.")] = None,
 ) -> None:  # fmt: skip
     """Time all-reduce and its fusion against the rivals that can run here."""
@@ -135,6 +136,8 @@ def main(
     results: list[dict[str, Any]] = []
     for world in map(int, worlds.split(",")):
         with mps() as env:
+            if preload:  # for the ranks only, not for the MPS server
+                env = {**env, "LD_PRELOAD": preload, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
             results += run_world(world, arguments, env, seconds)
     for r in results:
         if r["kind"] not in ("final", "screen"):

@@ -127,7 +127,7 @@ class Native:
                         continue
                     for units in (1, 2, 4):
                         warps = math.ceil(math.ceil(tiles / cluster) / units)
-                        if warps * per_cta > 32 or (cluster > 1 and fused and units > 2):
+                        if warps * per_cta > 32 or (cluster > 1 and fused and units > 1):
                             continue
                         yield How(schedule, cluster, warps, per_cta, ctas)
                         yield How(schedule, cluster, warps, per_cta, ctas, False)

@@ -21,8 +21,8 @@ Output output_of(const Call& call) {
                                       : Output::kFp8;
 }
 
-uint32_t cta_limit(const Shape& shape) {
-  return shape.rows <= kSmallRows ? kSmallCtas : kLargeCtas;
+uint32_t cta_limit(const Shape& shape, bool crowded) {
+  return shape.rows <= kSmallRows || crowded ? kSmallCtas : kLargeCtas;
 }
 
 void launch_kernel(const void* kernel, uint32_t ctas, uint32_t threads, uint32_t shared,
@@ -61,21 +61,23 @@ void fail(cudaError_t error, const std::string& what) {
                            cudaGetErrorString(error) + ")");
 }
 
-Geometry choose(const Shape& shape, bool norm, bool clusters) {
+Geometry choose(const Shape& shape, bool norm, bool clusters, bool crowded) {
   const uint32_t tiles = shape.tiles_per_row;
-  const uint32_t limit = cta_limit(shape);
+  const uint32_t limit = cta_limit(shape, crowded);
+  // Two CTAs of half the threads fit where one of all of them does.
+  const uint32_t most_warps = (crowded ? kMaxThreads / 2 : kMaxThreads) / 32;
   Geometry g{1, 0, 1, 0};
-  // Few rows: spread each over a cluster until the CTAs are used up or a CTA holds four tiles.
+  // Few rows: spread each over a cluster until the CTAs are used up or a CTA holds three tiles.
   const uint32_t most = clusters || !norm ? 8u : 1u;
-  while (g.cluster < most && g.cluster * 2 * shape.rows <= limit && tiles >= g.cluster * 8) {
+  while (g.cluster < most && g.cluster * 2 * shape.rows <= limit && tiles >= g.cluster * 6) {
     g.cluster *= 2;
   }
   // Many rows: several in a CTA, as long as a warp can hold its share of each.
   while (g.rows_per_cta < 4 && g.cluster == 1 && shape.rows > limit * g.rows_per_cta &&
-         tiles <= kMaxThreads / 32 / (2 * g.rows_per_cta) * kMostUnits) {
+         tiles <= most_warps / (2 * g.rows_per_cta) * kMostUnits) {
     g.rows_per_cta *= 2;
   }
-  const uint32_t warps = kMaxThreads / 32 / g.rows_per_cta;
+  const uint32_t warps = most_warps / g.rows_per_cta;
   const uint32_t share = ceil_div(tiles, g.cluster);
   g.group_warps = ceil_div(share, ceil_div(share, warps));
   g.ctas = std::min(ceil_div(shape.rows, g.rows_per_cta) * g.cluster, limit);
@@ -184,13 +186,14 @@ void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
   // One island and 16-bit data that travels as it is may have a flat kernel.
   const void* kernel = nullptr;
   if (!island && !call.int8 && !call.weight_f32) {
-    const Geometry g = geometry.ctas != 0 ? geometry : choose(call.shape, norm, clusters_);
+    const Geometry g =
+        geometry.ctas != 0 ? geometry : choose(call.shape, norm, clusters_, crowded_);
     const uint32_t units = ceil_div(call.shape.tiles_per_row, g.cluster * g.group_warps);
     kernel = flat(call.dtype, output_of(call), two_shot, config_.topology.world, units);
     if (kernel != nullptr) geometry = g;
   }
   if (kernel == nullptr) {
-    geometry = Geometry{1, 0, 1, std::min(call.shape.rows, cta_limit(call.shape))};
+    geometry = Geometry{1, 0, 1, std::min(call.shape.rows, cta_limit(call.shape, crowded_))};
   }
   const Plan plan{config_.topology, call.schedule,
                   call.dtype,       codec,

@@ -68,6 +68,10 @@ class Channel {
         static_cast<uint32_t>(std::min<uint64_t>(timeout_ms * 1000000 / 1024, 0x7FFFFFFF));
   }
 
+  // Many ranks share this GPU: use smaller CTAs, since those of all ranks must be resident at once.
+  // Alike on every rank.
+  void set_crowded(bool crowded) { crowded_ = crowded; }
+
   const Layout& layout() const { return layout_; }
   // Zero valid field: no failure since the last reset. Reads pinned memory only.
   const FlightRecord& flight() const { return *flight_; }
@@ -91,10 +95,11 @@ class Channel {
   FlightRecord* flight_device_ = nullptr;
   int device_ = 0;
   bool clusters_ = false;
+  bool crowded_ = false;
 };
 
 // The spread of a row that the flat kernels use by default: a pure function, equal on every rank.
-Geometry choose(const Shape& shape, bool norm, bool clusters);
+Geometry choose(const Shape& shape, bool norm, bool clusters, bool crowded);
 
 [[noreturn]] void fail(cudaError_t error, const std::string& what);
 inline void check(cudaError_t error, const char* what) {

@@ -47,6 +47,7 @@ int64_t cuda_open(int64_t rank, int64_t world, String islands, int64_t capacity,
 }
 
 void cuda_close(int64_t handle) { delete &channel_of(handle); }
+void cuda_set_crowded(int64_t handle, bool crowded) { channel_of(handle).set_crowded(crowded); }
 void cuda_reset(int64_t handle) { channel_of(handle).reset(); }
 void cuda_set_timeout_ms(int64_t handle, int64_t timeout_ms) {
   channel_of(handle).set_timeout_ms(static_cast<uint64_t>(timeout_ms));
@@ -129,7 +130,7 @@ void cuda_all_reduce_rmsnorm(int64_t handle, Array<int64_t> how, TensorView x, T
 
 // The default spread of a row: cluster, group warps, rows per CTA, CTAs.
 Array<int64_t> cuda_geometry(int64_t rows, int64_t hidden, bool norm, bool clusters) {
-  const Geometry g = choose(shape_of(rows, hidden), norm, clusters);
+  const Geometry g = choose(shape_of(rows, hidden), norm, clusters, false);
   return {g.cluster, g.group_warps, g.rows_per_cta, g.ctas};
 }
 
@@ -212,6 +213,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_slab_bytes, cuda_slab_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_open, cuda_open);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_close, cuda_close);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_reset, cuda_reset);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_set_crowded, cuda_set_crowded);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_set_timeout_ms, cuda_set_timeout_ms);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_admits, cuda_admits);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_geometry, cuda_geometry);

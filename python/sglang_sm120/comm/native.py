@@ -134,7 +134,13 @@ class NativeCommunicator(Communicator):
             slabs.way in slab.HOST_WAYS,
             slabs.addresses,
         )
-        exchange(None)  # nobody pushes before every slab is clear
+        # Ranks that share a GPU must all be resident at once, this call's kernels and the next ones.
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+        devices = exchange(
+            str(getattr(gpu, "uuid", rank))
+        )  # and nobody pushes before all slabs are clear
+        crowd = max(devices.count(device) for device in devices)
+        library.cuda_set_crowded(self._handle, crowd * 16 * 2 > gpu.multi_processor_count)
         self._admits = lru_cache(maxsize=4096)(self._admits_uncached)
 
     # --- what runs -----------------------------------------------------------------------------------
