@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
 from sglang_sm120.comm._lib import host_library
 from sglang_sm120.comm.schedule import SCHEDULES, islands_text
 

@@ -92,7 +92,9 @@ class PeerWatch:
             wait_s: how long to wait for the first process to end.
         """
         ended: list[int] = []
-        with contextlib.suppress(OSError, ValueError):  # the thread has just reported and closed one
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # the thread has just reported and closed one
             ended = select.select(list(self._fds), [], [], wait_s)[0]
         for fd in ended:
             self._ended(fd)
