@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from sglang_sm120.comm.factory import GroupSpec
 
 
+# Up to here mailboxes beat NCCL with P2P off: measured by benchmark/allreduce.py with all ranks on one PCIe link (see
+# docs/kernels.md). Larger sums, and larger worlds, stay with SGLang and NCCL.
+LARGEST_BYTES = {2: 56 << 10, 3: 14 << 10, 4: 14 << 10}
+
+
 def numa_node_of(device: torch.device) -> int:
     """NUMA node of a GPU from the kernel's PCI tree; -1 when it does not say."""
     import torch
@@ -33,7 +38,13 @@ def build(spec: GroupSpec) -> Communicator:
     """The builder that `comm.factory` calls.
 
     Raises:
-        Declined: as for the native backend.
+        Declined: as for the native backend, or more ranks than mailboxes are worth.
     """
+    from sglang_sm120.comm.factory import Declined
+
+    if spec.world not in LARGEST_BYTES:
+        raise Declined(
+            f"mailboxes serve {min(LARGEST_BYTES)} to {max(LARGEST_BYTES)} ranks, not {spec.world}"
+        )
     node = numa_node_of(spec.device) if spec.device.type == "cuda" else -1
-    return native.build_over(spec, slab.HOST_WAYS, node)
+    return native.build_over(spec, slab.HOST_WAYS, node, LARGEST_BYTES[spec.world])

@@ -71,6 +71,7 @@ class NativeCommunicator(Communicator):
         ways: Sequence[str] = slab.PEER_WAYS,
         numa_node: int = -1,
         channel: int = 0,
+        largest_bytes: int | None = None,
         library: Any = None,
         slabs: slab.Slabs | None = None,
     ) -> None:
@@ -87,6 +88,7 @@ class NativeCommunicator(Communicator):
             schedule: "auto" or a name in `SCHEDULES`.
             ways: how slabs may be shared, see `slab.share`.
             channel: number of this channel, for error texts.
+            largest_bytes: decline larger calls (rows x hidden x item size); None is no such limit.
             library, slabs: given by tests that put several ranks into one process.
 
         Raises:
@@ -104,6 +106,7 @@ class NativeCommunicator(Communicator):
         self._bounds = (timeout_ms, warmup_timeout_ms or timeout_ms)  # captured, eager
         self._bound = timeout_ms
         self._small = min(capacity_bytes, max(capacity_bytes * 2 // world, 64 << 10))
+        self._largest = largest_bytes
         self._handle = 0
         self._hows: dict[tuple[Op, int], How] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -174,6 +177,8 @@ class NativeCommunicator(Communicator):
         return self._handle != 0 and dtype in _DTYPES and self._admits(op, rows, hidden, dtype)
 
     def _admits_uncached(self, op: Op, rows: int, hidden: int, dtype: torch.dtype) -> bool:
+        if self._largest is not None and rows * hidden * dtype.itemsize > self._largest:
+            return False
         how = self.how(op, rows, hidden, dtype.itemsize)
         schedule = SCHEDULES.index(how.schedule)
         return bool(
@@ -403,7 +408,9 @@ def build(spec: GroupSpec) -> Communicator:
     return build_over(spec, slab.PEER_WAYS, -1)
 
 
-def build_over(spec: GroupSpec, ways: Sequence[str], numa_node: int) -> NativeCommunicator:
+def build_over(
+    spec: GroupSpec, ways: Sequence[str], numa_node: int, largest_bytes: int | None = None
+) -> NativeCommunicator:
     """Build over some ways of sharing; the mailbox backend asks for pinned host memory."""
     from sglang_sm120.comm.cuda_library import CudaLibraryMissing, cuda_library
     from sglang_sm120.comm.factory import Declined
@@ -436,6 +443,7 @@ def build_over(spec: GroupSpec, ways: Sequence[str], numa_node: int) -> NativeCo
             wire="lossless" if spec.options.wire == "bf16" else spec.options.wire,
             ways=ways,
             numa_node=numa_node,
+            largest_bytes=largest_bytes,
         )
     except (slab.SlabError, CollectiveError) as problem:
         raise Declined(str(problem)) from None
