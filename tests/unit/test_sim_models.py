@@ -211,9 +211,10 @@ def test_two_builders_train_once_and_a_failure_leaves_nothing(tmp_path, monkeypa
 
 
 def test_a_target_that_does_not_learn_is_an_error(monkeypatch, tmp_path):
-    recipe = tiny("llama", target=train.TargetRecipe(steps=2, batch=2, window=24, context=6))
+    # 3 steps, and three more rounds of 1 step
+    recipe = tiny("llama", target=train.TargetRecipe(steps=3, batch=2, window=24, context=6))
     monkeypatch.setitem(models.RECIPES, "llama", recipe)
-    with pytest.raises(train.TrainingError, match="after 2 steps"):
+    with pytest.raises(train.TrainingError, match="after 6 steps"):
         models.build("llama", tmp_path)
 
 
