@@ -59,6 +59,10 @@ Failure Engine::check() const {
       return {Abort::kMismatch, peer, mismatch_text(peer, theirs)};
     }
   }
+  return aborted();
+}
+
+Failure Engine::aborted() const {
   const uint32_t code = load_acquire(&page()->abort);
   if (code == 0) return {};
   const Abort why = abort_why(code);

@@ -154,7 +154,13 @@ void Group::run_piece(Channel& channel, int index, const Args& args) {
       done &= status == Status::kDone;
     }
     if (moves == 0) reach(args.call, 3);
-    if (done) break;
+    if (done) {
+      // All data was here, but the others may have given up on this rank meanwhile.
+      const Failure late = engine.aborted();
+      if (late.why == Abort::kNone) break;
+      engine.fail(late, engine.cta(0), 0);
+      throw CollectiveFailure(late.text);
+    }
     if (moved) {
       if (++moves == 1) reach(args.call, 4);
       sleeper.reset();
@@ -164,7 +170,7 @@ void Group::run_piece(Channel& channel, int index, const Args& args) {
     const uint64_t waited = sleeper.pause();
     if (waited == 0) continue;
     uint32_t stuck = 0;
-    while (engine.cta(stuck).waiting().phase == Phase::kIdle) ++stuck;
+    while (stuck + 1 < engine.ctas() && engine.cta(stuck).waiting().phase == Phase::kIdle) ++stuck;
     Failure failure = engine.check();
     if (failure.why == Abort::kNone && waited > next_look) {
       next_look = waited + kLivenessNs;

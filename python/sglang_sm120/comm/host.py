@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -245,7 +246,8 @@ class HostCommunicator(Communicator):
             self._lib.host_free(handle)
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", 0) and self._channel == 0:
+        # At interpreter exit the library's functions are gone, and the process's end frees the memory.
+        if getattr(self, "_handle", 0) and self._channel == 0 and not sys.is_finalizing():
             self.close()
 
     def _require_open(self) -> None:
