@@ -77,21 +77,31 @@ Cta::Wait Cta::waiting() const {
   const View& view = engine_->view_;
   if (head_ == tiles_.size()) {
     for (int r = 0; r < view.topology.world; ++r) {
-      if (r != engine_->rank_ && !engine_->announced(r)) return {Phase::kRecord, 0, r};
+      if (r != engine_->rank_ && !engine_->announced(r)) return {Phase::kRecord, 0, r, 0};
     }
-    return {Phase::kIdle, 0, engine_->rank_};
+    return {Phase::kIdle, 0, engine_->rank_, 0};
   }
-  const Tile& tile = tiles_[head_];
+  // Of the tiles that were polled, name what is nearest to the source of the trouble: a raw
+  // contribution, else a partial, else a result.
+  size_t chosen = head_;
+  uint32_t seen = 0;
+  for (size_t i = head_; i < tiles_.size() && seen < kWindow; ++i) {
+    if (tiles_[i].stage == Stage::kDone) continue;
+    ++seen;
+    if (tiles_[i].stage < tiles_[chosen].stage) chosen = i;
+  }
+  const Tile& tile = tiles_[chosen];
   switch (tile.stage) {
     case Stage::kReduce:
-      return {Phase::kReduce, tile.index, static_cast<int>(view.source_rank(tile.next))};
+      return {Phase::kReduce, tile.index, static_cast<int>(view.source_rank(tile.next)), 0};
     case Stage::kCross: {
       const uint32_t islands = view.topology.islands;
       const uint32_t from = (view.island + islands - tile.next % islands) % islands;
-      return {Phase::kCross, tile.index, static_cast<int>(view.partial_sender(tile.index, from))};
+      return {Phase::kCross, tile.index, static_cast<int>(view.partial_sender(tile.index, from)),
+              tile.next};
     }
     default:
-      return {Phase::kGather, tile.index, static_cast<int>(view.owner(tile.index))};
+      return {Phase::kGather, tile.index, static_cast<int>(view.owner(tile.index)), 0};
   }
 }
 

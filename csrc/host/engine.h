@@ -67,10 +67,9 @@ class Cta {
     Phase phase;
     uint32_t tile;
     int source;
+    uint32_t step;  // kCross: how many islands away the partial was made
   };
   Wait waiting() const;
-  // Steps round the islands that the first unfinished tile still waits for (kCross).
-  uint32_t cross_step() const { return tiles_[head_].next; }
 
  private:
   friend class Engine;

@@ -103,7 +103,7 @@ Failure Engine::check_wait(const Cta& cta, uint64_t waited_ns, uint64_t bound_ns
   uint64_t bound = bound_ns / 10 * 8;
   if (wait.phase == Phase::kCross) {
     const uint32_t islands = view_.topology.islands;
-    const uint32_t hops = view_.ring() ? cta.cross_step() : 1u;
+    const uint32_t hops = view_.ring() ? wait.step : 1u;
     bound += bound_ns / 10 * (hops < islands ? hops : islands) / islands;
   } else if (wait.phase == Phase::kGather) {
     bound += bound_ns / 10 * 2;
