@@ -155,6 +155,7 @@ void Group::run_piece(Channel& channel, int index, const Args& args) {
     }
     if (moves == 0) reach(args.call, 3);
     if (done) {
+      if (moves == 0) reach(args.call, 4);
       // All data was here, but the others may have given up on this rank meanwhile.
       const Failure late = engine.aborted();
       if (late.why == Abort::kNone) break;

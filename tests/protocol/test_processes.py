@@ -242,7 +242,7 @@ def test_a_rank_that_never_joins_is_named_and_nothing_is_left() -> None:
     began = time.monotonic()
     with pytest.raises(CollectiveError, match=r"rank\(s\) 1, 2 of 3 did not join"):
         HostCommunicator("test", 0, 3, session=session, join_timeout_ms=300)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
     assert not list(Path("/dev/shm").glob(f"*{session}*"))
     with pytest.raises(CollectiveError, match="rank 0 did not create"):
         HostCommunicator("test", 1, 3, session=session, join_timeout_ms=100)
