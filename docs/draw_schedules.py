@@ -9,7 +9,6 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-
 from sglang_sm120.comm.schedule import SCHEDULES, Description, describe
 
 IMAGES = Path(__file__).parent / "img"
@@ -26,7 +25,8 @@ def place(d: Description) -> dict[int, tuple[float, float]]:
     for i, island in enumerate(d.islands):
         angle = math.pi - 2 * math.pi * i / count
         for j, rank in enumerate(island):
-            offset = j - (len(island) - 1) / 2
+            # Mirrored on the right, so that partners face each other.
+            offset = (j - (len(island) - 1) / 2) * (-1.8 if math.cos(angle) > 0.01 else 1.8)
             x, y = 1.5 * math.cos(angle), 1.5 * math.sin(angle)
             spots[rank] = (x - 0.9 * offset * math.sin(angle), y + 0.9 * offset * math.cos(angle))
     return spots
@@ -56,13 +56,13 @@ def draw(name: str, world: int, islands: str) -> Path:
                 },
             )
         shares = sorted({round(f.bytes / d.message_bytes, 3) for f in flows})
-        axis.text(0, -2.55, "per arrow: " + ", ".join(f"{s:g} S" for s in shares), ha="center")
+        axis.text(0, -2.2, "per arrow: " + ", ".join(f"{s:g} S" for s in shares), ha="center")
         for rank, (x, y) in spots.items():
             shade = plt.cm.Pastel1(d.island_of[rank])
             axis.scatter([x], [y], s=520, color=shade, edgecolors="black", zorder=3)
             axis.text(x, y, str(rank), ha="center", va="center", zorder=4)
         axis.set_xlim(-2.6, 2.6)
-        axis.set_ylim(-2.8, 2.6)
+        axis.set_ylim(-2.4, 2.4)
         axis.set_aspect("equal")
         axis.axis("off")
     crossing = max(d.boundaries.values(), default=0) / d.message_bytes
