@@ -60,8 +60,14 @@ bool World::step(const std::vector<WorldCall>& calls, int rank) {
       p.steps >= config_.victim_steps) {
     return false;
   }
+  if (now_ < p.resume_at) return false;
+  if (p.inside && config_.longest_stall_ns != 0 && random_() % 256 == 0) {
+    // Between any two steps, such as the last push and the clearing.
+    p.resume_at = now_ + random_() % config_.longest_stall_ns;
+    return false;
+  }
   if (!p.inside) {
-    if (p.call == calls.size() || now_ < p.resume_at) return false;
+    if (p.call == calls.size()) return false;
     const WorldCall& call = calls[p.call];
     engine.begin(call.plan, args_for(call, rank, calls_before_ + p.call));
     p.inside = true;
@@ -155,7 +161,7 @@ std::vector<std::string> World::run_stepped(const std::vector<WorldCall>& calls)
     if (moved) continue;
     for (int r = 0; r < world; ++r) {
       const Progress& p = progress_[r];
-      if (!p.inside && p.call < calls.size() && p.resume_at > now_) {
+      if (p.call < calls.size() && p.resume_at > now_) {
         next = std::min(next, p.resume_at);
       }
     }
