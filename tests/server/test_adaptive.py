@@ -22,6 +22,9 @@ from sglang_sm120.sim.server import Generation, SimServer, eagle3_flags
 
 pytest.importorskip("sglang")
 
+# The lengths follow times measured while the server runs, so a loaded machine may rightly choose others: `make soak`.
+pytestmark = pytest.mark.soak
+
 SCRIPTED = Path(__file__).parent / "scripted"
 # Rounds of all prompts at once: enough passes for the policy to notice, leave and come back.
 ROUNDS = {"good": 3, "spoiled": 5, "good again": 6}
