@@ -116,3 +116,24 @@ class Communicator(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release memory and handles; needs no other rank, may be called twice."""
+
+
+def norm_inputs(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a fused call is given, contiguous, once it fits together.
+
+    Raises:
+        ValueError: `residual` or `weight` does not fit `x`; the text has both shapes and dtypes.
+    """
+    import torch
+
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"residual {tuple(residual.shape)} {residual.dtype} must match x {tuple(x.shape)} {x.dtype}"
+        )
+    if weight.shape != x.shape[-1:] or weight.dtype not in (x.dtype, torch.float32):
+        raise ValueError(
+            f"weight {tuple(weight.shape)} {weight.dtype} must be [{x.shape[-1]}], {x.dtype} or float32"
+        )
+    return x.contiguous(), residual.contiguous(), weight.detach().contiguous()

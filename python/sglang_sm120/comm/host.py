@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sglang_sm120.comm._lib import host_library
-from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op
+from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op, norm_inputs
 from sglang_sm120.comm.schedule import SCHEDULES, islands_text
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -167,7 +167,7 @@ class HostCommunicator(Communicator):
         self._call(
             self._lib.host_all_reduce_rmsnorm,
             x,
-            *_norm_inputs(x, residual, weight),
+            *norm_inputs(x, residual, weight)[1:],
             eps,
             gemma,
             out,
@@ -204,7 +204,7 @@ class HostCommunicator(Communicator):
         self._call(
             self._lib.host_all_reduce_rmsnorm_fp8,
             x,
-            *_norm_inputs(x, residual, weight),
+            *norm_inputs(x, residual, weight)[1:],
             eps,
             gemma,
             normed,
@@ -260,20 +260,6 @@ class HostCommunicator(Communicator):
             function(self._handle, self._channel, *args)
         except RuntimeError as error:
             raise CollectiveError(f"{self.name}: {_sentence(error)}") from None
-
-
-def _norm_inputs(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(
-            f"residual {tuple(residual.shape)} {residual.dtype} must match x {tuple(x.shape)} {x.dtype}"
-        )
-    if weight.shape != x.shape[-1:] or weight.dtype not in (x.dtype, torch.float32):
-        raise ValueError(
-            f"weight {tuple(weight.shape)} {weight.dtype} must be [{x.shape[-1]}], {x.dtype} or float32"
-        )
-    return residual.contiguous(), weight.detach().contiguous()
 
 
 def _sentence(error: RuntimeError) -> str:

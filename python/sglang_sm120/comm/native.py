@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sm120.comm import slab
-from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op
+from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op, norm_inputs
 from sglang_sm120.comm.schedule import SCHEDULES, islands_text
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class NativeCommunicator(Communicator):
         *,
         gemma: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual, weight = _norm_inputs(x, residual, weight)
+        x, residual, weight = norm_inputs(x, residual, weight)
         out = torch.empty_like(x)
         residual_out = torch.empty_like(x)
         how = self._begin(Op.ALL_REDUCE_RMSNORM, x)
@@ -236,7 +236,7 @@ class NativeCommunicator(Communicator):
             CollectiveError: as for `all_reduce`.
             ValueError: another group size.
         """
-        x, residual, weight = _norm_inputs(x, residual, weight)
+        x, residual, weight = norm_inputs(x, residual, weight)
         hidden = x.shape[-1]
         if group not in (0, 128) or (group and hidden % group):
             raise ValueError(
@@ -371,20 +371,6 @@ class NativeCommunicator(Communicator):
 
 def _call_text(rows: int, hidden: int, op: int, dtype: int) -> str:
     return f"{_OPS[op].value}, {rows} x {hidden} {_DTYPE_NAMES[dtype]}"
-
-
-def _norm_inputs(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(
-            f"residual {tuple(residual.shape)} {residual.dtype} must match x {tuple(x.shape)} {x.dtype}"
-        )
-    if weight.shape != x.shape[-1:] or weight.dtype not in (x.dtype, torch.float32):
-        raise ValueError(
-            f"weight {tuple(weight.shape)} {weight.dtype} must be [{x.shape[-1]}], {x.dtype} or float32"
-        )
-    return x.contiguous(), residual.contiguous(), weight.detach().contiguous()
 
 
 def process_group_exchange(process_group: Any) -> slab.Exchange:
