@@ -71,8 +71,7 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str, out: Any) -> Non
 
         return HostDriver.join(rank, world, f"quality{os.getppid()}", exchange)
 
-    def baseline(x: torch.Tensor) -> None:
-        dist.all_reduce(x, group=sums)
+    baseline = start.Baseline(lambda x: dist.all_reduce(x, group=sums))
 
     backend = "host" if args.rig == "host" else "native"
     setting = start.Setting(

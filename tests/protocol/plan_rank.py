@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from sglang_sm120.comm.communicator import Op
 from sglang_sm120.comm.counters import CallCounters
 from sglang_sm120.comm.host import HostCommunicator
-from sglang_sm120.comm.start import Setting, planned
+from sglang_sm120.comm.start import Baseline, Setting, planned
 from sglang_sm120.fabric.host_driver import HostDriver
 from sglang_sm120.fabric.islands import flat
 from sglang_sm120.fabric.versions import Versions
@@ -51,7 +51,7 @@ def main() -> None:
         ),
         device=torch.device("cpu"),
         exchange=exchange,
-        baseline=dist.all_reduce,
+        baseline=Baseline(dist.all_reduce),
         driver=lambda: HostDriver.join(me, size, session, exchange, capacity=256 << 10),
         counters=CallCounters(),
     )

@@ -495,3 +495,23 @@ def test_timed_rows_are_few_and_cover_the_ends(rows: list[int], count: int) -> N
     sample = planner.spread(rows, count)
     assert set(sample) <= set(rows) and len(sample) <= max(count, 2) + 1
     assert sample[0] == rows[0] and sample[-1] == rows[-1]
+
+
+def test_a_candidate_that_takes_a_ranks_gpu_away_ends_the_start_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lethal(op: Op, rows: int) -> float:
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(planner.timing, "usable", lambda: False)
+    candidates = [Candidate("native", "one_shot", time=lethal)]
+    with pytest.raises(CollectiveError, match=r"rank 0 lost its GPU .* illegal memory access"):
+        planner.make_plan(
+            Request(group="tp", world=1, hidden=256, itemsize=2, rows=(1,)),
+            candidates,
+            report=None,
+            islands=flat(1),
+            verdict=Verdict("tp", 0),
+            rank=0,
+            exchange=lambda value: [value],
+        )

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from sglang_sm120.comm.start import Baseline
+
 # Backend -> "module:function" of its builder, `(spec: GroupSpec) -> Communicator`, which raises `Declined`.
 BACKENDS: dict[str, str] = {
     "host": "sglang_sm120.comm.factory:build_host",
@@ -110,7 +112,7 @@ def build(
     device: torch.device,
     options: Options,
     *,
-    baseline: Callable[[torch.Tensor], Any] | None = None,
+    baseline: Baseline | None = None,
     backends: dict[str, str] | None = None,
 ) -> Outcome:
     """Build this rank's communicator, or decline on every rank alike.
@@ -218,7 +220,7 @@ def _behind_a_plan(
     inner: Communicator,
     backend: str,
     exchange: Callable[[Any], list[Any]],
-    baseline: Callable[[torch.Tensor], Any] | None,
+    baseline: Baseline | None,
 ) -> Communicator:
     # On a GPU nothing serves before it was checked and measured on this very machine.
     from sglang_sm120.comm import plan_cache, start

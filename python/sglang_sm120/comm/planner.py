@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from sglang_sm120.comm import model
-from sglang_sm120.comm.communicator import Op
+from sglang_sm120.comm import model, timing
+from sglang_sm120.comm.communicator import CollectiveError, Op
 from sglang_sm120.comm.plan import BASELINE, Choice, Entry, Exchange, Plan, agree
 from sglang_sm120.fabric import islands as isl
 from sglang_sm120.fabric.report import ProbeReport, forbidden
@@ -150,7 +150,7 @@ def make_plan(
 
     Raises:
         PlanRefused: `request.pin` names a backend that is vetoed, absent, or left without a schedule; on all ranks.
-        CollectiveError: ranks hold different plans; on all ranks.
+        CollectiveError: ranks hold different plans, or a candidate took a rank's GPU away; on all ranks.
     """
     banned = forbidden(report, islands) if report else {}
     notes: list[str] = []
@@ -170,13 +170,19 @@ def make_plan(
                 f"{why or 'no candidate of that backend'}. Use --sm120-backend auto."
             )
     sample = spread(request.rows, request.timed_rows)
-    mine, failed = _time(alive, request.ops, sample)
-    told = exchange((mine, failed))
-    problems = [f"{n} (rank {r})" for r, (_, lost) in enumerate(told) for n in lost]
+    mine, failed, dead = _time(alive, request.ops, sample)
+    told = exchange((mine, failed, dead))
+    for r, (_, _, why) in enumerate(told):
+        if why:
+            raise CollectiveError(
+                f"rank {rank}, group {request.group}: rank {r} lost its GPU while a candidate was timed: {why}. "
+                "Pin a backend with --sm120-backend, or start without --enable-sm120-fusion."
+            )
+    problems = [f"{n} (rank {r})" for r, (_, lost, _) in enumerate(told) for n in lost]
     notes.extend(f"failed while timed: {p}" for p in problems)
     plan = None
     if rank == 0:
-        times = _slowest([t for t, _ in told])
+        times = _slowest([t for t, _, _ in told])
         entries: list[Entry] = []
         for op in request.ops:
             entries += _decide(request, op, alive, times, sample, report, islands, previous)
@@ -208,8 +214,8 @@ Times = dict[tuple[str, str, int], float]  # (candidate, op, rows) -> microsecon
 
 def _time(
     candidates: Sequence[Candidate], ops: Sequence[Op], sample: Sequence[int]
-) -> tuple[Times, list[str]]:
-    """This rank's times of all timed candidates, in one order on all ranks; and what failed."""
+) -> tuple[Times, list[str], str]:
+    """This rank's times of all timed candidates, in one order on all ranks; what failed; and what took the GPU away."""
     out: Times = {}
     failed: list[str] = []
     for c in candidates:
@@ -225,7 +231,9 @@ def _time(
                 except Exception as error:  # takes this candidate out on all ranks, not the server
                     out[key] = math.inf
                     failed.append(f"{c.choice.name} {op.value} {rows} rows: {error}")
-    return out, failed
+                    if not timing.usable():
+                        return out, failed, failed[-1]
+    return out, failed, ""
 
 
 def _slowest(told: Sequence[Times]) -> Times:

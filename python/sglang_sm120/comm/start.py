@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,9 +57,25 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[int, ...] = ()
 
 
-Baseline = Callable[
-    [torch.Tensor], Any
-]  # sums a tensor over the group, in place or not, as SGLang would
+def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> object:
+    """Residual add in place and RMSNorm by torch, where the caller knows no faster way."""
+    torch.add(x, residual, out=residual)
+    return torch.nn.functional.rms_norm(residual, (x.shape[-1],), weight, eps)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What SGLang does without this plugin.
+
+    Attributes:
+        sum: sums a tensor over the group, in place or not.
+        capture: entered around the capture of a CUDA graph that holds such sums.
+        add_norm: (x, residual, weight, eps): what follows a sum where the operation has a norm.
+    """
+
+    sum: Callable[[torch.Tensor], object]
+    capture: timing.Capture = nullcontext
+    add_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], object] = add_norm
 
 
 def planned(
@@ -76,7 +94,7 @@ def planned(
     The plan is made in `prepare`, which is collective; until then nothing is admitted, on every rank alike.
 
     Args:
-        baseline: what SGLang does without this plugin; without it, timed candidates have nothing to beat and the
+        baseline: what SGLang does; without it, timed candidates have nothing to beat and the
             model stands in.
         driver: makes this rank's probe driver (collective), or None where there is nothing to probe.
         counters: where the plan and served calls are exported.
@@ -233,11 +251,11 @@ def _baseline_timer(
         x, residual, weight = timing.inputs(rows, hidden, dtype, device)
 
         def unfused() -> object:
-            baseline(x)
-            torch.add(x, residual, out=residual)
-            return torch.nn.functional.rms_norm(residual, (hidden,), weight, EPS)
+            baseline.sum(x)
+            return baseline.add_norm(x, residual, weight, EPS)
 
-        return timing.call_us((lambda: baseline(x)) if op is Op.ALL_REDUCE else unfused, device)
+        call = (lambda: baseline.sum(x)) if op is Op.ALL_REDUCE else unfused
+        return timing.call_us(call, device, baseline.capture)
 
     return timed
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -18,14 +19,22 @@ GRAPH_CALLS = 16  # calls per graph: the launch of the graph is shared by them
 GRAPH_REPLAYS = 5
 
 
-def call_us(call: Callable[[], object], device: torch.device) -> float:
+Capture = Callable[[], AbstractContextManager[object]]
+
+
+def call_us(
+    call: Callable[[], object], device: torch.device, capture: Capture = nullcontext
+) -> float:
     """Median microseconds of one call of `call`; every rank of the collective makes the same number of calls.
+
+    Args:
+        capture: entered around the capture of the graph, for a collective whose captured buffers must be registered.
 
     Raises:
         whatever `call` raises.
     """
     if device.type == "cuda":
-        return _graph_us(call, device)
+        return _graph_us(call, device, capture)
     taken = []
     for i in range(WARM_CALLS + CPU_CALLS):
         begin = time.perf_counter_ns()
@@ -35,14 +44,14 @@ def call_us(call: Callable[[], object], device: torch.device) -> float:
     return statistics.median(taken) / 1e3
 
 
-def _graph_us(call: Callable[[], object], device: torch.device) -> float:
+def _graph_us(call: Callable[[], object], device: torch.device, capture: Capture) -> float:
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         for _ in range(WARM_CALLS):
             call()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
+        with capture(), torch.cuda.graph(graph, stream=side):
             for _ in range(GRAPH_CALLS):
                 call()
         taken = []
@@ -55,6 +64,17 @@ def _graph_us(call: Callable[[], object], device: torch.device) -> float:
             taken.append(begin.elapsed_time(end) * 1e3 / GRAPH_CALLS)
     torch.cuda.current_stream(device).wait_stream(side)
     return statistics.median(taken[1:])
+
+
+def usable() -> bool:
+    """Whether this process's GPU still works; an illegal access takes it away for good, other errors do not."""
+    if not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def inputs(

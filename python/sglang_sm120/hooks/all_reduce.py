@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import logging
 from collections.abc import Callable
@@ -9,10 +10,13 @@ from typing import Any
 
 import torch
 from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_sm120.comm import factory
+from sglang_sm120.comm.communicator import CollectiveError
 from sglang_sm120.comm.planner import PlanRefused
+from sglang_sm120.comm.start import Baseline
 from sglang_sm120.hooks import session as sessions
 from sglang_sm120.hooks.adapter import Sm120AllReduce
 from sglang_sm120.hooks.census import CENSUS, Sum
@@ -60,13 +64,14 @@ def dispatch(original: Callable[..., Any], group: Any, device: Any) -> Any:
     name = current_group() or "anonymous"
     # A split expert group asked for a custom all-reduce on our account only.
     theirs = None if name in SPLIT_GROUPS else _sglangs_own(original, group, device)
+    own = SglangSum(group, theirs)
     session.announce()
     outcome = factory.build(
         name,
         group,
         device,
         session.options,
-        baseline=lambda x: _sum_as_sglang_would(group, theirs, x),
+        baseline=Baseline(own.sum, own.capture, own.add_norm),
     )
     session.outcomes[name] = outcome
     if session.tp_rank == 0:
@@ -91,22 +96,48 @@ def _sglangs_own(original: Callable[..., Any], group: Any, device: Any) -> Any:
         return None
 
 
-def _sum_as_sglang_would(group: Any, theirs: Any, x: torch.Tensor) -> None:
-    """Sum as SGLang does without us: by its custom all-reduce where that takes `x`, else by NCCL in place."""
-    if theirs is not None and not theirs.disabled and theirs.should_custom_ar(x):
-        theirs.custom_all_reduce(x)
-        return
-    for known in parallel_state._groups.values():
-        coordinator = known()
-        if coordinator is not None and coordinator.cpu_group is group:
-            own = coordinator.pynccl_comm
-            if own is None:
-                torch.distributed.all_reduce(x, group=coordinator.device_group)
-            else:
-                with own.change_state(enable=True):
-                    own.all_reduce(x)
+class SglangSum:
+    """The sum that SGLang would make without us: by its custom all-reduce where that takes the tensor, else by NCCL."""
+
+    def __init__(self, group: Any, theirs: Any) -> None:
+        self._group = group
+        self._theirs = None if getattr(theirs, "disabled", True) else theirs
+        self._norms: dict[int, RMSNorm] = {}
+
+    def sum(self, x: torch.Tensor) -> None:
+        """Sum `x` over the group; NCCL does it in place."""
+        if self._theirs is not None and self._theirs.should_custom_ar(x):
+            self._theirs.custom_all_reduce(x)
             return
-    raise LookupError("SGLang has no group with this process group")
+        coordinator = self._coordinator()
+        own = coordinator.pynccl_comm
+        if own is None:
+            torch.distributed.all_reduce(x, group=coordinator.device_group)
+            return
+        with own.change_state(enable=True):
+            own.all_reduce(x)
+
+    def capture(self) -> Any:
+        """SGLang's custom all-reduce registers captured buffers; a graph without that reads unset addresses."""
+        return contextlib.nullcontext() if self._theirs is None else self._theirs.capture()
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> object:
+        """Residual add and RMSNorm by the kernel that SGLang's own layer calls."""
+        norm = self._norms.get(x.shape[-1])
+        if norm is None:
+            norm = self._norms[x.shape[-1]] = RMSNorm(x.shape[-1], eps=eps)
+            norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+        return norm(x, residual)
+
+    def _coordinator(self) -> Any:
+        # SGLang registers the coordinator only after it has made its custom all-reduce.
+        for known in parallel_state._groups.values():
+            coordinator = known()
+            if coordinator is not None and coordinator.cpu_group is self._group:
+                return coordinator
+        raise LookupError("SGLang has no group with this process group")
 
 
 def prepare_workspace(result: Any, self: Any) -> None:
@@ -116,7 +147,7 @@ def prepare_workspace(result: Any, self: Any) -> None:
     try:
         for adapter in sessions.current().adapters:
             adapter.communicator.prepare(runner.model_config.hidden_size, runner.dtype, rows)
-    except PlanRefused as refused:
+    except (PlanRefused, CollectiveError) as refused:
         sessions.refuse(str(refused))
 
 

@@ -84,7 +84,13 @@ class Session:
         for watch in self._watches:
             watch.close()
         for adapter in self.adapters:
-            adapter.close()
+            try:
+                adapter.close()
+            except RuntimeError as error:
+                # At exit after a CUDA error: every call fails, and the driver frees all memory anyway.
+                logger.debug(
+                    "sglang-sm120: group %s not closed: %s", adapter.communicator.name, error
+                )
 
 
 _session: Session | None = None
