@@ -182,6 +182,8 @@ void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
   p.weight_f32 = call.weight_f32;
   p.codec = static_cast<uint8_t>(codec);
   p.partial = static_cast<uint8_t>(partial);
+  p.ahead = ahead_;
+  p.ahead_count = ahead_count_;
 
   // One island and 16-bit data that travels as it is may have a flat kernel.
   const void* kernel = nullptr;
@@ -205,11 +207,13 @@ void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
   p.touched_reduce = view.extent(Region::kReduce, tiles) * stride;
   p.touched_cross = view.extent(Region::kCross, tiles) * cross;
   p.touched_gather = view.extent(Region::kGather, tiles) * stride;
+  p.ctas = geometry.ctas;
   if (kernel != nullptr) {
     launch_flat(kernel, call, p, geometry, stream);
   } else {
     launch_general(call, p, view, geometry, stream);
   }
+  set_ahead(nullptr, 0, 0);
 }
 
 void Channel::launch_flat(const void* kernel, const Call& call, Params& p, Geometry g,
@@ -232,15 +236,16 @@ void Channel::launch_flat(const void* kernel, const Call& call, Params& p, Geome
                               ? kMostUnits * threads * 16
                               : 0;
   void* arguments[] = {&p};
-  launch_kernel(kernel, g.ctas, threads, shared, joined ? g.cluster : 1, call.pdl && clusters_,
-                arguments, stream);
+  const uint32_t more = ceil_div(ahead_ctas_, g.cluster) * g.cluster;
+  launch_kernel(kernel, g.ctas + more, threads, shared, joined ? g.cluster : 1,
+                call.pdl && clusters_, arguments, stream);
 }
 
 void Channel::launch_general(const Call& call, Params& p, const View& view, Geometry g,
                              cudaStream_t stream) {
   const uint32_t warps = std::min(kGeneralThreads / 32, p.tiles_per_row);
   void* arguments[] = {&p, const_cast<View*>(&view)};
-  launch_kernel(general(call.dtype, output_of(call)), g.ctas, warps * 32,
+  launch_kernel(general(call.dtype, output_of(call)), g.ctas + ahead_ctas_, warps * 32,
                 p.tiles_per_row * kTile * 4, 1, call.pdl && clusters_, arguments, stream);
 }
 

@@ -68,6 +68,14 @@ class Channel {
         static_cast<uint32_t>(std::min<uint64_t>(timeout_ms * 1000000 / 1024, 0x7FFFFFFF));
   }
 
+  // What the next launch asks L2 for: by `ctas` further CTAs, or by its own when that is 0. The
+  // array must outlive every replay of a graph that captured it.
+  void set_ahead(const Ahead* chunks, uint32_t count, uint32_t ctas) {
+    ahead_ = chunks;
+    ahead_count_ = count;
+    ahead_ctas_ = count == 0 ? 0 : ctas;
+  }
+
   // Many ranks share this GPU: use smaller CTAs, since those of all ranks must be resident at once.
   // Alike on every rank.
   void set_crowded(bool crowded) { crowded_ = crowded; }
@@ -96,6 +104,9 @@ class Channel {
   int device_ = 0;
   bool clusters_ = false;
   bool crowded_ = false;
+  const Ahead* ahead_ = nullptr;
+  uint32_t ahead_count_ = 0;
+  uint32_t ahead_ctas_ = 0;
 };
 
 // The spread of a row that the flat kernels use by default: a pure function, equal on every rank.

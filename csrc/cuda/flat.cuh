@@ -116,7 +116,7 @@ struct Flat {
       }
       return;
     }
-    const uint32_t threads = gridDim.x * blockDim.x;
+    const uint32_t threads = p.ctas * blockDim.x;
     const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x;
     clear_units(base, state.reduce, me, threads);
     clear_units(base + p.cross_offset, state.cross, me, threads);
@@ -399,6 +399,7 @@ struct Flat {
       if (!kTwoShot && blockIdx.x == 0 && warp == 0) push_record(p, epoch, slot, previous);
       if (warp != 0) ptx::bar_arrive(kExitBarrier, blockDim.x);  // this warp has read the state
       clear(state, previous, first_row, single);
+      prefetch_among_sums(p, warp);
     };
     if constexpr (kTwoShot) {
       // Before the first wait, so that everyone can see who has begun this call.
@@ -445,6 +446,7 @@ template <class T, Output kOut, bool kTwoShot, int kWorld, int kUnits>
 __global__ void __launch_bounds__(kMaxThreads, 1) flat_kernel(const __grid_constant__ Params p) {
   __shared__ FlatShared shared;
   extern __shared__ uint4 kept[];
+  if (only_prefetches(p)) return;
   Flat<T, kOut, kTwoShot, kWorld, kUnits> kernel{p, shared, kept};
   kernel.run();
 }

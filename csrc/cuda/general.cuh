@@ -404,7 +404,7 @@ struct General {
     slot_offset = p.slot0 + slot * p.slot_bytes;
 
 #pragma unroll 1
-    for (uint32_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    for (uint32_t row = blockIdx.x; row < p.rows; row += p.ctas) {
 #pragma unroll 1
       for (uint32_t t = warp; t < p.tiles_per_row; t += blockDim.x / 32) scatter(row, t);
     }
@@ -412,13 +412,14 @@ struct General {
     if (blockIdx.x == 0 && warp == 0) push_record(p, epoch, slot, previous);
     {
       char* base = p.peer[p.rank] + (p.slot0 + previous * p.slot_bytes);
-      const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+      const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x, threads = p.ctas * blockDim.x;
       clear_units(base, state.reduce, me, threads);
       clear_units(base + p.cross_offset, state.cross, me, threads);
       clear_units(base + p.gather_offset, state.gather, me, threads);
     }
+    prefetch_among_sums(p, warp);
 #pragma unroll 1
-    for (uint32_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    for (uint32_t row = blockIdx.x; row < p.rows; row += p.ctas) {
 #pragma unroll 1
       for (uint32_t t = warp; t < p.tiles_per_row; t += blockDim.x / 32) reduce(row, t);
 #pragma unroll 1
@@ -458,6 +459,7 @@ __global__ void __launch_bounds__(kGeneralThreads, 2)
     general_kernel(const __grid_constant__ Params p, const __grid_constant__ View view) {
   __shared__ RowShared shared;
   extern __shared__ float4 sums[];
+  if (only_prefetches(p)) return;
   General<T, kOut> kernel{p, view, shared, reinterpret_cast<float*>(sums)};
   kernel.run();
 }

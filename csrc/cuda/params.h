@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../core/layout.h"
+#include "prefetch.h"
 
 namespace sm120 {
 
@@ -52,6 +53,7 @@ struct Params {
   uint32_t cluster_log2;
   uint32_t units;       // tiles per warp
   uint32_t row_stride;  // rows that the grid covers at once
+  uint32_t ctas;        // of this launch that sum; further ones only prefetch
   uint32_t slot0;       // offsets in a slab, which is below 4 GiB: slot 0, and regions in a slot
   uint32_t slot_bytes;
   uint32_t cross_offset;
@@ -75,6 +77,9 @@ struct Params {
   uint32_t plan_hash;
   uint32_t channel;
   FlightRecord* flight;  // pinned host memory
+  // memory to bring into L2 during the wait
+  const Ahead* ahead;
+  uint32_t ahead_count;
 };
 
 }  // namespace sm120

@@ -100,6 +100,16 @@ __device__ __forceinline__ void wait_previous() {
 #endif
 }
 
+// Ask L2 for memory without waiting for it: one line, or (16-byte aligned) a whole chunk.
+__device__ __forceinline__ void prefetch_line(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+#if SM120_HAS_CLUSTER
+__device__ __forceinline__ void prefetch_bulk(const void* p, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
+}
+#endif
+
 // Weights: read by every row, so worth a place in L1.
 __device__ __forceinline__ uint4 ld_weight(const void* p) {
   uint4 v;

@@ -7,6 +7,7 @@
 #include <cstddef>
 
 #include "params.h"
+#include "prefetch.cuh"
 #include "wire.cuh"
 
 namespace sm120 {
@@ -166,6 +167,22 @@ __device__ __forceinline__ void check_record(const Params& p, uint32_t epoch, ui
   }
 }
 
+// --- prefetch: by the warps that sum, after their pushes, or by CTAs of their own ---
+
+__device__ __forceinline__ void prefetch_among_sums(const Params& p, uint32_t warp) {
+  if (p.ahead_count == 0 || gridDim.x != p.ctas) return;
+  const uint32_t warps = blockDim.x / 32;
+  prefetch_ahead(p.ahead, p.ahead_count, blockIdx.x * warps + warp, gridDim.x * warps);
+}
+// True in a CTA that is there for this only.
+__device__ __forceinline__ bool only_prefetches(const Params& p) {
+  if (blockIdx.x < p.ctas) return false;
+  const uint32_t warps = blockDim.x / 32;
+  prefetch_ahead(p.ahead, p.ahead_count, (blockIdx.x - p.ctas) * warps + threadIdx.x / 32,
+                 (gridDim.x - p.ctas) * warps);
+  return true;
+}
+
 // --- this CTA's state: read at the start; written at the end, with those of the CTAs this launch
 // lacks ---
 
@@ -176,8 +193,7 @@ __device__ __forceinline__ CtaState load_state(const char* at) {
 // One warp.
 __device__ __forceinline__ void store_state(const Params& p, uint32_t epoch) {
   const uint32_t next = epoch + 1 == kEpochWrap ? 0 : epoch + 1;
-  for (uint32_t c = blockIdx.x + (threadIdx.x & 31) * gridDim.x; c < kMaxCtas;
-       c += 32 * gridDim.x) {
+  for (uint32_t c = blockIdx.x + (threadIdx.x & 31) * p.ctas; c < kMaxCtas; c += 32 * p.ctas) {
     *reinterpret_cast<uint4*>(p.state + c) =
         uint4{next, p.touched_reduce, p.touched_cross, p.touched_gather};
   }

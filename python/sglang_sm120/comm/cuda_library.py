@@ -23,8 +23,10 @@ SOURCES = (
     "cuda/flat_two_shot_4.cu",
     "cuda/flat_two_shot_8.cu",
     "cuda/general.cu",
+    "cuda/prefetch.cu",
     "cuda/probe.cu",
     "ffi/cuda.cpp",
+    "ffi/prefetch.cpp",
     "ffi/probe.cpp",
 )
 
