@@ -14,7 +14,8 @@ from prometheus_client import REGISTRY
 from sglang_sm120.comm.communicator import Op
 from sglang_sm120.comm.counters import CallCounters
 from sglang_sm120.comm.host import HostCommunicator
-from sglang_sm120.comm.start import Baseline, Setting, planned
+from sglang_sm120.comm.candidates import Baseline
+from sglang_sm120.comm.start import Setting, planned
 from sglang_sm120.fabric.host_driver import HostDriver
 from sglang_sm120.fabric.islands import flat
 from sglang_sm120.fabric.versions import Versions
@@ -55,7 +56,7 @@ def main() -> None:
         driver=lambda: HostDriver.join(me, size, session, exchange, capacity=256 << 10),
         counters=CallCounters(),
     )
-    ours.prepare(HIDDEN, torch.bfloat16, 8)
+    ours.prepare(HIDDEN, torch.bfloat16, (1, 2, 4, 8))
     assert ours.plan is not None
     sums = []
     for rows in (1, 5, 8):

@@ -46,7 +46,7 @@ def test_c23_each_group_sums_its_own_ranks(name: str) -> None:
             device=torch.device("cpu"),
             exchange=meet[group].of(me),
         )
-        ours.prepare(256, torch.bfloat16, 2)
+        ours.prepare(256, torch.bfloat16, (1, 2))
         assert ours.plan is not None and ours.admits(Op.ALL_REDUCE, 2, 256, torch.bfloat16)
         total = ours.all_reduce(torch.full((2, 256), 2.0**rank, dtype=torch.bfloat16))
         assert bool((total == total[0, 0]).all())

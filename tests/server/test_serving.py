@@ -119,5 +119,5 @@ def test_metrics_hold_the_counters_of_the_sums(served):
 @pytest.mark.parametrize("way", FUSED_WAYS, ids=str)
 def test_log_says_once_what_serves_the_group(served, way):
     lines = [li for li in served(way).log.splitlines() if "sglang-sm120" in li and "] " in li]
-    assert sum('backend "host" serves group "tp"' in li for li in lines) == 1
+    assert sum('backend "host" is ready for group "tp"' in li for li in lines) == 1
     assert sum("on SGLang" in li and "'enabled': True" in li for li in lines) == 1

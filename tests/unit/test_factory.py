@@ -63,11 +63,17 @@ def _build(name: str, options: Options, **kwargs: Any) -> Outcome:
     )
 
 
+def _all(told: Any) -> list[Any]:
+    out: list[Any] = [None] * WORLD
+    dist.all_gather_object(out, told)
+    return out
+
+
 def _scenarios(rank: int) -> dict[str, Any]:
     """What one rank saw, scenario by scenario; every rank runs the same ones in the same order."""
     seen: dict[str, Any] = {}
     agreed = _build("tp", Options(enabled=True))
-    spec = agreed.communicator.spec
+    spec = agreed.communicator.served["host"].spec
     seen["agreed"] = (
         agreed.reason,
         spec.session,
@@ -87,6 +93,13 @@ def _scenarios(rank: int) -> dict[str, Any]:
     seen["options"] = _build("tp", Options(enabled=True, timeout_ms=1000 + rank)).reason
     seen["nccl"] = _build("tp", Options(enabled=True, backend="nccl")).reason
     seen["native"] = _build("tp", Options(enabled=True, backend="native")).reason
+    count = len(built)
+    factory.EXTRAS["host"] = {"one": "test_factory:build_trial", "two": "test_factory:build_trial"}
+    for name in ("welcome", "refused too"):
+        asked = GroupSpec(name, rank, WORLD, "s", spec.device, spec.process_group, spec.options, ())
+        makers = factory._extras(asked, "host", lambda told: _all(told))
+        seen[f"extra {name}"] = makers["one"]() is not None
+    seen["extra closed"] = [(trial.name, trial.closed) for trial in built[count:]]
     if rank == 2:
         factory._machine = lambda: "another machine"
     seen["machines"] = _build("tp", Options(enabled=True)).reason
@@ -127,7 +140,7 @@ def test_all_ranks_share_one_session_and_know_each_other(seen):
     for rank, report in enumerate(seen):
         reason, _, own, world, peers = report["agreed"]
         assert (own, world, peers) == (rank, WORLD, [0, 1, 2])
-        assert reason == 'backend "host" serves group "tp"'
+        assert reason.startswith('backend "host" is ready for group "tp"')
     assert (
         len({tuple(report["pids"]) for report in seen}) == 1 and len(set(seen[0]["pids"])) == WORLD
     )
@@ -153,10 +166,17 @@ def test_one_rank_that_cannot_makes_all_decline_with_its_reason(seen, name, reas
     assert sum(len(report[f"{name} closed"]) for report in seen) == WORLD - 1
 
 
+def test_a_further_backend_joins_on_all_ranks_or_on_none(seen):
+    for rank, report in enumerate(seen):
+        assert report["extra welcome"] and not report["extra refused too"]
+        refused = [] if rank == 2 else [("refused too", True)]
+        assert report["extra closed"] == [("welcome", False), *refused]
+
+
 def test_islands_that_do_not_fit_the_tp_group_are_named_and_other_groups_do_not_use_them(seen):
     for report in seen:
         assert "names ranks 0 to 3" in report["islands"] and "ranks 0 to 2" in report["islands"]
-        assert report["islands elsewhere"] == 'backend "host" serves group "moe_tp"'
+        assert report["islands elsewhere"].startswith('backend "host" is ready for group "moe_tp"')
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ pytest.importorskip("sglang")
 import torch
 from sglang.srt.layers.layer_boundary import SumGroup, TokenAxis, UnreducedOutput
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+from sglang.srt.model_executor.runner import base_cuda_graph_runner
 from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op
 from sglang_sm120.comm.factory import Outcome
 from sglang_sm120.comm.planner import PlanRefused
-from sglang_sm120.hooks import all_reduce, census, cpu_all_reduce, fusion, gloo_census
+from sglang_sm120.hooks import all_reduce, census, cpu_all_reduce, fusion, gloo_census, rows
 from sglang_sm120.hooks import session as sessions
 from sglang_sm120.hooks.adapter import Sm120AllReduce, rows_of
 from sglang_sm120.options import Options
@@ -374,21 +375,45 @@ def test_declined_group_gets_sglang_s_choice_and_a_named_backend_ends_the_rank(
     assert session.outcomes == {name: outcome} and not session.adapters
 
 
-def test_workspaces_are_prepared_for_the_widest_batch_and_a_refused_plan_ends_the_rank(
+def test_workspaces_are_prepared_for_the_captured_batches_and_a_refused_plan_ends_the_rank(
     world, monkeypatch, caplog
 ):
     session = sessions.Session(Options(enabled=True), "cuda", 0, adapters=[world.adapter])
     monkeypatch.setattr(sessions, "_session", session)
     asked = []
     monkeypatch.setattr(world.communicator, "prepare", lambda *a: asked.append(a), raising=False)
+    monkeypatch.setattr(
+        base_cuda_graph_runner,
+        "get_batch_sizes_to_capture",
+        lambda model, width, gathered_buffer_required: ([1, 2, 8], []),
+    )
+    spec = types.SimpleNamespace(speculative_eagle_topk=1, speculative_adaptive=False)
+    monkeypatch.setattr(rows, "get_spec", lambda: spec)
     runner = types.SimpleNamespace(
-        _widest_decode_rows=lambda: 96,
+        _widest_decode_rows=lambda: 32,
+        device="cuda",
         model_runner=types.SimpleNamespace(
-            model_config=types.SimpleNamespace(hidden_size=7168), dtype=torch.bfloat16
+            model_config=types.SimpleNamespace(hidden_size=7168),
+            dtype=torch.bfloat16,
+            decode_num_tokens_per_req=lambda: 4,
+            decode_graph_gather_requirements=lambda: (False, False),
+            spec_algorithm=types.SimpleNamespace(is_speculative=lambda: True),
+            max_total_num_tokens=100,
         ),
     )
     assert all_reduce.prepare_workspace(None, runner) is None
-    assert asked == [(7168, torch.bfloat16, 96)]
+    assert asked == [(7168, torch.bfloat16, (1, 2, 4, 8, 32))], "drafter and verification"
+    spec.speculative_adaptive, spec.max_speculative_num_draft_tokens = True, 3
+    assert rows.of_graphs(runner) == (1, 2, 3, 4, 6, 8, 16, 24, 32), "every draft length"
+    runner._widest_decode_rows = lambda: None
+    assert rows.of_graphs(runner) == ()
+    schedule = types.SimpleNamespace(chunked_prefill_size=-1, max_prefill_tokens=64)
+    monkeypatch.setattr(rows, "get_schedule", lambda: schedule)
+    cpu_all_reduce.prepare_after_warmup(None, runner)
+    assert len(asked) == 1, "GPUs have a step of their own"
+    runner.device = "cpu"
+    cpu_all_reduce.prepare_after_warmup(None, runner)
+    assert asked[1:] == [(7168, torch.bfloat16, (1, 2, 4, 8, 16, 32, 64))]
 
     def refuse(*_):
         raise PlanRefused("--sm120-backend native cannot serve group tp: rank 3 has no peer access")

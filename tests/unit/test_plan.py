@@ -66,7 +66,7 @@ def plan_for(name: str, pin: str = "") -> tuple[Plan, ProbeReport]:
     verdict = Verdict()
     verdict.add(vetoes(report))
     islands = planner.choose_islands(report, asked)
-    candidates = planner.own_candidates(asked, islands, "native", lambda s, n: None)
+    candidates = planner.own_candidates(islands, "native")
     plan = make_plan(
         asked, candidates, report=report, islands=islands, verdict=verdict, rank=0, exchange=alone
     )

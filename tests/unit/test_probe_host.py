@@ -98,6 +98,10 @@ class ThreadSum(Communicator):
         self._exchange = meet.of(rank)
         self._fault = fault
         self.closed = False
+        self.told: list[tuple[Op, int, int, str, int]] = []
+
+    def choose(self, op: Op, rows: int, hidden: int, schedule: str, ctas: int = 0) -> None:
+        self.told.append((op, rows, hidden, schedule, ctas))
 
     def admits(self, op: Op, rows: int, hidden: int, dtype: torch.dtype) -> bool:
         return op in (Op.ALL_REDUCE, Op.ALL_REDUCE_RMSNORM)
@@ -301,10 +305,10 @@ def test_c34_the_dispatcher_serves_what_the_plan_says_and_counts_it() -> None:
         ),
     )
     inner = ThreadSum(0, ThreadExchange(1), 1)
-    ours = PlannedCommunicator(inner, "native", lambda h, d, r: plan, CallCounters(registry))
+    ours = PlannedCommunicator({"native": inner}, lambda h, d, r: plan, CallCounters(registry))
     bf16 = torch.bfloat16
     assert not ours.admits(Op.ALL_REDUCE, 1, 64, bf16), "nobody has verified the machine yet"
-    ours.prepare(64, bf16, 16)
+    ours.prepare(64, bf16, (4, 16))
     assert ours.admits(Op.ALL_REDUCE, 4, 64, bf16) and not ours.admits(Op.ALL_REDUCE, 5, 64, bf16)
     assert not ours.admits(Op.ALL_REDUCE, 8192, 64, bf16), "C32: prefill stays with SGLang"
     assert not ours.admits(Op.ALL_REDUCE_RMSNORM, 1, 64, bf16)
@@ -324,19 +328,19 @@ def test_c34_the_dispatcher_serves_what_the_plan_says_and_counts_it() -> None:
 
 
 def test_c34_every_admitted_row_count_runs_by_the_plans_schedule() -> None:
-    entry = Entry(Op.ALL_REDUCE, 8, Choice(backend="native", schedule="two_shot"))
+    entry = Entry(Op.ALL_REDUCE, 8, Choice(backend="native", schedule="two_shot", ctas=8))
     plan = Plan(group="tp", world=1, hidden=64, itemsize=2, islands=flat(1), entries=(entry,))
-    told: list[tuple[Op, int, str]] = []
-    ours = PlannedCommunicator(
-        ThreadSum(0, ThreadExchange(1), 1),
-        "native",
-        lambda h, d, r: plan,
-        choose=lambda op, rows, schedule: told.append((op, rows, schedule)),
-    )
-    ours.prepare(64, torch.bfloat16, 8)
+    inner = ThreadSum(0, ThreadExchange(1), 1)
+    ours = PlannedCommunicator({"native": inner}, lambda h, d, r: plan)
+    ours.prepare(64, torch.bfloat16, (8,))
     for rows in (3, 3, 8, 9):
         ours.admits(Op.ALL_REDUCE, rows, 64, torch.bfloat16)
-    assert told == [(Op.ALL_REDUCE, 3, "two_shot"), (Op.ALL_REDUCE, 8, "two_shot")]
+    ours.admits(Op.ALL_REDUCE, 3, 32, torch.bfloat16)  # another width of as many rows
+    assert inner.told == [
+        (Op.ALL_REDUCE, 3, 64, "two_shot", 8),
+        (Op.ALL_REDUCE, 8, 64, "two_shot", 8),
+        (Op.ALL_REDUCE, 3, 32, "two_shot", 8),
+    ]
 
 
 def test_a_group_that_is_not_served_has_a_plan_that_says_so() -> None:

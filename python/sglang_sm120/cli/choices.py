@@ -39,7 +39,7 @@ def plan_machine(box: machine.Machine, hidden: int, rows: tuple[int, ...], pin: 
     islands = planner.choose_islands(report, request)
     return planner.make_plan(
         request,
-        planner.own_candidates(request, islands, "native", lambda schedule, ctas: None),
+        planner.own_candidates(islands, "native"),
         report=report,
         islands=islands,
         verdict=verdict,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -90,9 +91,9 @@ class Communicator(ABC):
             CollectiveError: as for `all_reduce`.
         """
 
-    # The next three are not abstract: a backend that has nothing to do there says so by not defining them.
+    # The next ones are not abstract: a backend that has nothing to do there says so by not defining them.
     def prepare(  # noqa: B027
-        self, hidden: int, dtype: torch.dtype, max_rows: int | None
+        self, hidden: int, dtype: torch.dtype, rows: Sequence[int]
     ) -> None:
         """Do what may not happen inside graph capture or in the first call: probe, measure, plan, warm up.
 
@@ -100,7 +101,28 @@ class Communicator(ABC):
 
         Args:
             hidden: width of the model's activations.
-            max_rows: rows of the widest captured decode or verify batch, None when no graph is captured.
+            rows: row counts of the captured decode and verify batches, ascending; empty when no graph is captured.
+        """
+
+    def ways(self, op: Op) -> Sequence[tuple[str, int]]:
+        """(schedule, CTAs) pairs that a plan may choose between for `op`; ("", 0) is the backend's own choice."""
+        return (("", 0),)
+
+    def choose(  # noqa: B027
+        self, op: Op, rows: int, hidden: int, schedule: str, ctas: int = 0
+    ) -> None:
+        """Run calls of `op` with `rows` rows that way from now on, one of `ways` or ("", 0); alike on every rank."""
+
+    def prefetch_in_next(  # noqa: B027
+        self, chunks: torch.Tensor, first: int, count: int, ctas: int
+    ) -> None:
+        """Let the next fused call bring memory into L2 while it waits for its peers; no result changes.
+
+        Args:
+            chunks: int64 [n, 2] on the device: address and bytes, multiples of 16. It must outlive every replay of a
+                graph that captured the call.
+            first, count: which of its rows.
+            ctas: further thread blocks that do it; 0 leaves it to those that sum.
         """
 
     def set_timeout_ms(self, timeout_ms: int) -> None:  # noqa: B027

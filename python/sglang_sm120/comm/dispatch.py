@@ -2,73 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from sglang_sm120.comm.communicator import Communicator, Op
+from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op
 from sglang_sm120.comm.counters import CallCounters
-from sglang_sm120.comm.plan import Plan
+from sglang_sm120.comm.plan import Choice, Plan
 
-# Makes the plan of a group for (hidden, dtype, widest rows): collective, see `warmup.plan_group`.
-PlanMaker = Callable[[int, torch.dtype, int | None], Plan]
+# Makes the plan of a group for (hidden, dtype, captured rows): collective, see `warmup.plan_group`.
+PlanMaker = Callable[[int, torch.dtype, Sequence[int]], Plan]
 
 
 class PlannedCommunicator(Communicator):
-    """Our backend behind a plan: it admits the calls that the plan gives to it and leaves the rest to SGLang.
+    """Our backends behind a plan: it admits the calls that the plan gives to one of them and leaves the rest to SGLang.
 
     Before `prepare` there is no plan and nothing is admitted: nobody has verified the machine yet.
 
     Args:
-        inner: the backend's communicator, closed with this one.
-        backend: the name under which the plan knows it.
+        served: communicators by the name under which the plan knows them, closed with this one. `plan_for` may add
+            more; the first gives this one its name, rank and world.
         plan_for: makes the plan in `prepare`.
         counters: where served calls are counted; None counts nowhere but in `calls`.
-        choose: makes the backend run calls of an operation and row count by a schedule, where it can be told.
     """
 
     def __init__(
         self,
-        inner: Communicator,
-        backend: str,
+        served: Mapping[str, Communicator],
         plan_for: PlanMaker,
         counters: CallCounters | None = None,
-        choose: Callable[[Op, int, str], None] | None = None,
     ) -> None:
-        super().__init__(inner.name, inner.rank, inner.world)
-        self.inner = inner
-        self.backend = backend
+        first = next(iter(served.values()))
+        super().__init__(first.name, first.rank, first.world)
+        self.served = served
         self.plan: Plan | None = None
-        self.calls = inner.calls
         self._plan_for = plan_for
         self._counters = counters
-        self._choose = choose
-        self._chosen: set[tuple[Op, int]] = set()
+        self._ahead: tuple[torch.Tensor, int, int, int] | None = None
+        self._told: dict[tuple[str, Op, int], tuple[int, str, int]] = {}
 
-    def prepare(self, hidden: int, dtype: torch.dtype, max_rows: int | None) -> None:
-        self.inner.prepare(hidden, dtype, max_rows)
+    def prepare(self, hidden: int, dtype: torch.dtype, rows: Sequence[int]) -> None:
         # The draft model shares the target's groups; the wider of the two plans stays.
         if self.plan is None or hidden > self.plan.hidden:
-            self.plan = self._plan_for(hidden, dtype, max_rows)
-            self._chosen.clear()
+            self.plan = self._plan_for(hidden, dtype, rows)
+            self._told.clear()
             if self._counters:
                 self._counters.announce(self.plan)
 
     def admits(self, op: Op, rows: int, hidden: int, dtype: torch.dtype) -> bool:
-        if self.plan is None:
+        choice = self._choice(op, rows, hidden)
+        inner = self.served.get(choice.backend) if choice else None
+        if choice is None or inner is None:
             return False
-        # Rows of another width count by their bytes.
-        choice = self.plan.lookup(op, -(-rows * hidden // self.plan.hidden))
-        if choice.backend != self.backend:
-            return False
-        if self._choose and choice.schedule and (op, rows) not in self._chosen:
-            self._choose(op, rows, choice.schedule)
-            self._chosen.add((op, rows))
-        return self.inner.admits(op, rows, hidden, dtype)
+        self._tell(inner, choice, op, rows, hidden)
+        return inner.admits(op, rows, hidden, dtype)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self._count(Op.ALL_REDUCE, x)
-        return self.inner.all_reduce(x)
+        return self._server(Op.ALL_REDUCE, x).all_reduce(x)
 
     def all_reduce_rmsnorm(
         self,
@@ -79,18 +70,65 @@ class PlannedCommunicator(Communicator):
         *,
         gemma: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._count(Op.ALL_REDUCE_RMSNORM, x)
-        return self.inner.all_reduce_rmsnorm(x, residual, weight, eps, gemma=gemma)
+        inner = self._server(Op.ALL_REDUCE_RMSNORM, x)
+        if self._ahead is not None:
+            inner.prefetch_in_next(*self._ahead)
+            self._ahead = None
+        return inner.all_reduce_rmsnorm(x, residual, weight, eps, gemma=gemma)
+
+    def all_reduce_rmsnorm_fp8(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        **how: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As the backend's own method of this name; only where `admits` said so for this operation."""
+        inner: Any = self._server(Op.ALL_REDUCE_RMSNORM_FP8, x)
+        return inner.all_reduce_rmsnorm_fp8(x, residual, weight, eps, **how)
+
+    def prefetch_in_next(self, chunks: torch.Tensor, first: int, count: int, ctas: int) -> None:
+        self._ahead = (chunks, first, count, ctas)
 
     def set_timeout_ms(self, timeout_ms: int) -> None:
-        self.inner.set_timeout_ms(timeout_ms)
+        for inner in self.served.values():
+            inner.set_timeout_ms(timeout_ms)
 
     def poll(self) -> None:
-        self.inner.poll()
+        for inner in self.served.values():
+            inner.poll()
 
     def close(self) -> None:
-        self.inner.close()
+        for inner in self.served.values():
+            inner.close()
 
-    def _count(self, op: Op, x: torch.Tensor) -> None:
-        if self._counters is not None and self.plan is not None and x.numel():
-            self._counters.count(self.plan, op, -(-x.numel() // self.plan.hidden))
+    def _choice(self, op: Op, rows: int, hidden: int) -> Choice | None:
+        if self.plan is None:
+            return None
+        # Rows of another width count by their bytes.
+        return self.plan.lookup(op, -(-rows * hidden // self.plan.hidden))
+
+    def _server(self, op: Op, x: torch.Tensor) -> Communicator:
+        """The communicator that the plan gives this call to, told how to run it; the call is counted."""
+        hidden = x.shape[-1]
+        rows = x.numel() // hidden if hidden else 0
+        choice = self._choice(op, rows, hidden) if rows else None
+        inner = self.served.get(choice.backend) if choice else next(iter(self.served.values()))
+        if inner is None:
+            raise CollectiveError(
+                f"{self.name}, rank {self.rank}: the plan leaves {op.value} of {tuple(x.shape)} to SGLang; "
+                "ask admits() before the call"
+            )
+        if choice is not None:
+            self._tell(inner, choice, op, rows, hidden)
+            if self._counters is not None and self.plan is not None:
+                self._counters.count(self.plan, op, -(-rows * hidden // self.plan.hidden))
+        self.calls[op] += 1
+        return inner
+
+    def _tell(self, inner: Communicator, choice: Choice, op: Op, rows: int, hidden: int) -> None:
+        how = (hidden, choice.schedule, choice.ctas)
+        if self._told.get((choice.backend, op, rows)) != how:
+            inner.choose(op, rows, *how)
+            self._told[choice.backend, op, rows] = how

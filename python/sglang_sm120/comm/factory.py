@@ -7,6 +7,7 @@ so in the same exchange, so that no rank is left waiting and no rank serves alon
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import platform
 import secrets
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from sglang_sm120.comm.start import Baseline
+    from sglang_sm120.comm.candidates import Baseline
+
+logger = logging.getLogger(__name__)
 
 # Backend -> "module:function" of its builder, `(spec: GroupSpec) -> Communicator`, which raises `Declined`.
 BACKENDS: dict[str, str] = {
@@ -31,6 +34,15 @@ BACKENDS: dict[str, str] = {
     "native": "sglang_sm120.comm.native:build",
     "mailbox": "sglang_sm120.comm.mailbox:build",
     "flashinfer": "sglang_sm120.comm.flashinfer:build",
+}
+# Backends that may compete with the one that was built, where the user named none.
+EXTRAS: dict[str, dict[str, str]] = {
+    "native": {
+        "mailbox": "sglang_sm120.comm.mailbox:build",
+        "flashinfer": "sglang_sm120.comm.flashinfer:build_compiled",
+    },
+    "mailbox": {},
+    "host": {},
 }
 
 
@@ -154,10 +166,8 @@ def build(
         communicator, error = _try_build(spec, builders[backend])
         failed = [f"rank {r}: {e}" for r, e in enumerate(exchange(error)) if e is not None]
         if not failed and communicator is not None:
-            reason = f'backend "{backend}" serves group "{name}"'
-            if device.type == "cuda":
-                communicator = _behind_a_plan(spec, communicator, backend, exchange, baseline)
-                reason = f'backend "{backend}" is ready for group "{name}"; a measured plan says what it serves'
+            communicator = _behind_a_plan(spec, communicator, backend, exchange, baseline)
+            reason = f'backend "{backend}" is ready for group "{name}"; a measured plan says what it serves'
             return Outcome(communicator, backend, reason, peers, session)
         if communicator is not None:
             communicator.close()
@@ -222,7 +232,7 @@ def _behind_a_plan(
     exchange: Callable[[Any], list[Any]],
     baseline: Baseline | None,
 ) -> Communicator:
-    # On a GPU nothing serves before it was checked and measured on this very machine.
+    # Nothing serves before it was checked and measured on this very machine.
     from sglang_sm120.comm import plan_cache, start
     from sglang_sm120.comm.counters import process_counters
     from sglang_sm120.fabric import islands as isl
@@ -231,7 +241,7 @@ def _behind_a_plan(
     options = spec.options
     named = options.backend != "auto"
     setting = start.Setting(
-        gpus=tuple(peer.gpu for peer in spec.peers),
+        gpus=tuple(peer.gpu or f"cpu of {peer.machine}" for peer in spec.peers),
         hosts=tuple(peer.machine for peer in spec.peers),
         versions=installed(),
         islands=spec.islands or isl.flat(spec.world),
@@ -242,6 +252,12 @@ def _behind_a_plan(
         cache=plan_cache.folder(options.plan_cache),
         kernel=platform.release(),
     )
+    if spec.device.type == "cuda":
+        driver = start.gpu_edges(
+            spec.rank, spec.world, exchange, spec.device, mailbox=backend == "mailbox"
+        )
+    else:
+        driver = start.host_edges(spec.rank, spec.world, exchange, f"probe-{spec.session}")
     return start.planned(
         inner,
         backend,
@@ -249,11 +265,30 @@ def _behind_a_plan(
         device=spec.device,
         exchange=exchange,
         baseline=baseline,
-        driver=start.gpu_edges(
-            spec.rank, spec.world, exchange, spec.device, mailbox=backend == "mailbox"
-        ),
+        driver=driver,
         counters=process_counters(),
+        extras={} if named else _extras(spec, backend, exchange),
     )
+
+
+def _extras(
+    spec: GroupSpec, backend: str, exchange: Callable[[Any], list[Any]]
+) -> dict[str, Callable[[], Communicator | None]]:
+    def maker(name: str, builder: str) -> Callable[[], Communicator | None]:
+        def make() -> Communicator | None:
+            communicator, error = _try_build(spec, builder)
+            failed = [f"rank {r}: {e}" for r, e in enumerate(exchange(error)) if e is not None]
+            if not failed:
+                return communicator
+            if communicator is not None:
+                communicator.close()
+            if spec.rank == 0:
+                logger.info("%s does not compete in group %s: %s", name, spec.name, failed[0])
+            return None
+
+        return make
+
+    return {name: maker(name, builder) for name, builder in EXTRAS[backend].items()}
 
 
 def build_host(spec: GroupSpec) -> Communicator:

@@ -6,6 +6,7 @@ These are projections: they order candidates before anything is timed, and serve
 
 from __future__ import annotations
 
+import math
 import statistics
 
 import msgspec
@@ -101,6 +102,12 @@ def schedule_us(schedule: str, nbytes: int, islands: Partition, c: Constants) ->
     if count > 1 and c.leaving_gbps > 0:
         wire = max(wire, crossing * nbytes / c.leaving_gbps)
     return FIXED_US + hops + wire / 1e3
+
+
+def fitting(islands: Partition) -> list[str]:
+    """The schedules that can run on a partition, in the order of `SCHEDULES`."""
+    reach = Constants(1.0, 1.0, 1.0, 1.0)
+    return [s for s in SCHEDULES if math.isfinite(schedule_us(s, 1, islands, reach))]
 
 
 def nccl_us(nbytes: int, islands: Partition, c: Constants) -> float:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sm120.comm import slab
+from sglang_sm120.comm import model, slab
 from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op, norm_inputs
 from sglang_sm120.comm.schedule import SCHEDULES, islands_text
+from sglang_sm120.fabric import islands as isl
+from sglang_sm120.options import parse_islands
 
 if TYPE_CHECKING:
     from sglang_sm120.comm.factory import GroupSpec
@@ -45,6 +47,31 @@ class How:
     rows_per_cta: int = 0
     ctas: int = 0
     early_launch: bool = True
+
+
+def spread(
+    rows: int, hidden: int, limit: int, *, norm: bool, clusters: bool = True, crowded: bool = False
+) -> tuple[int, int, int, int]:
+    """(cluster, group warps, rows per CTA, CTAs) of a call on at most `limit` CTAs.
+
+    The rule of `choose` in csrc/cuda/channel.cu, whose limit is 16 CTAs up to 64 rows and 32 above.
+    """
+    tiles = -(-hidden // 256)
+    most_warps = 16 if crowded else 32
+    cluster, rows_per_cta = 1, 1
+    most = 8 if clusters or not norm else 1
+    while cluster < most and cluster * 2 * rows <= limit and tiles >= cluster * 6:
+        cluster *= 2
+    while (
+        rows_per_cta < 4
+        and cluster == 1
+        and rows > limit * rows_per_cta
+        and tiles <= most_warps // (2 * rows_per_cta) * 4
+    ):
+        rows_per_cta *= 2
+    share, warps = -(-tiles // cluster), most_warps // rows_per_cta
+    group_warps = -(-share // -(-share // warps))
+    return cluster, group_warps, rows_per_cta, min(-(-rows // rows_per_cta) * cluster, limit)
 
 
 class NativeCommunicator(Communicator):
@@ -143,7 +170,9 @@ class NativeCommunicator(Communicator):
             str(getattr(gpu, "uuid", rank))
         )  # and nobody pushes before all slabs are clear
         crowd = max(devices.count(device) for device in devices)
-        library.cuda_set_crowded(self._handle, crowd * 16 * 2 > gpu.multi_processor_count)
+        self._crowded = crowd * 16 * 2 > gpu.multi_processor_count
+        self._clusters = gpu.major >= 9
+        library.cuda_set_crowded(self._handle, self._crowded)
         self._admits = lru_cache(maxsize=4096)(self._admits_uncached)
 
     # --- what runs -----------------------------------------------------------------------------------
@@ -160,6 +189,30 @@ class NativeCommunicator(Communicator):
         else:
             self._hows[op, rows] = how
         self._admits.cache_clear()
+
+    def ways(self, op: Op) -> Sequence[tuple[str, int]]:
+        """Every schedule that fits the islands, also with fewer and with more CTAs than the default where that can be."""
+        partition = parse_islands(self._islands) if self._islands else isl.flat(self.world)
+        # Only the kernels for one island of 2, 4 or 8 ranks can be spread in more than one way.
+        sweep: tuple[int, ...] = (0,)
+        if len(partition or ()) == 1 and self.world in (2, 4, 8) and not self._flags & 1:
+            sweep = (0, 8) if self._crowded else (0, 8, 32)
+        return [(s, n) for s in model.fitting(partition or ()) for n in sweep]
+
+    def choose(self, op: Op, rows: int, hidden: int, schedule: str, ctas: int = 0) -> None:
+        if not schedule:
+            self.pin(op, rows, None)
+            return
+        how = How(schedule)
+        if ctas:
+            norm = op is not Op.ALL_REDUCE
+            how = How(
+                schedule,
+                *spread(
+                    rows, hidden, ctas, norm=norm, clusters=self._clusters, crowded=self._crowded
+                ),
+            )
+        self.pin(op, rows, how)
 
     def how(self, op: Op, rows: int, hidden: int, itemsize: int) -> How:
         """How a call runs: pinned, or one-shot up to `ONE_SHOT_BYTES`, above it two-shot or the islands' dataflow."""
@@ -254,6 +307,9 @@ class NativeCommunicator(Communicator):
             2 if group else 1, scales, self._current_stream(),
         )  # fmt: skip
         return codes, scales, residual_out
+
+    def prefetch_in_next(self, chunks: torch.Tensor, first: int, count: int, ctas: int) -> None:
+        self._lib.cuda_prefetch_in_next(self._handle, chunks, first, count, ctas)
 
     def _begin(self, op: Op, x: torch.Tensor) -> list[int]:
         if self._handle == 0:

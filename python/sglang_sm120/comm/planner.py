@@ -22,6 +22,9 @@ from sglang_sm120.fabric.verdict import Verdict
 MARGIN = 0.03  # how much faster than the baseline a candidate must be at every row count it serves
 SWITCH_COST = 0.02  # what changing the candidate between neighbouring rows must gain, relative
 LOYALTY = 0.03  # what the choice of the previous plan is worth, so that noise does not move it
+# How much faster than anything of ours a backend must be: FlashInfer's waits have no bound, and its sums have not the
+# canonical bits.
+HANDICAP = {"flashinfer": 0.1}
 OURS = ("native", "mailbox", "host")  # backends whose schedule this plan picks
 
 
@@ -98,32 +101,9 @@ def choose_islands(report: ProbeReport, request: Request) -> isl.Partition:
     return min(usable, key=lambda p: (cost(p), len(p)))
 
 
-def own_candidates(
-    request: Request,
-    islands: isl.Partition,
-    backend: str,
-    timer: Callable[[str, int], Callable[[Op, int], float] | None],
-    ctas: Sequence[int] = (),
-) -> list[Candidate]:
-    """Candidates of one of our backends: every schedule that fits the partition, at two CTA counts (or `ctas`).
-
-    `timer(schedule, ctas)` gives the timing function of a candidate, or None: then one candidate per schedule is
-    enough, whose CTA count follows the message.
-    """
-    widest = request.nbytes(max(request.rows))
-    counts = ctas or sorted(
-        {model.ctas_for(request.nbytes(min(request.rows))), model.ctas_for(widest)}
-    )
-    reach = model.Constants(1.0, 1.0, 1.0, 1.0)
-    fitting = [s for s in model.SCHEDULES if math.isfinite(model.schedule_us(s, 1, islands, reach))]
-    out: list[Candidate] = []
-    for schedule in fitting:
-        timed = [(n, timer(schedule, n)) for n in counts]
-        if any(t is None for _, t in timed):
-            out.append(Candidate(backend, schedule))
-        else:
-            out += [Candidate(backend, schedule, n, t) for n, t in timed]
-    return out
+def own_candidates(islands: isl.Partition, backend: str) -> list[Candidate]:
+    """Candidates of one of our backends that only the model judges: every schedule that fits the partition."""
+    return [Candidate(backend, schedule) for schedule in model.fitting(islands)]
 
 
 def make_plan(
@@ -180,12 +160,17 @@ def make_plan(
             )
     problems = [f"{n} (rank {r})" for r, (_, lost, _) in enumerate(told) for n in lost]
     notes.extend(f"failed while timed: {p}" for p in problems)
-    plan = None
+    plan, refused = None, ""
     if rank == 0:
         times = _slowest([t for t, _, _ in told])
         entries: list[Entry] = []
-        for op in request.ops:
-            entries += _decide(request, op, alive, times, sample, report, islands, previous)
+        try:
+            for op in request.ops:
+                entries += _decide(request, op, alive, times, sample, report, islands, previous)
+            if request.pin and not any(e.choice.backend == request.pin for e in entries):
+                refused = "it serves none of the captured rows"
+        except PlanRefused as why:  # the others wait for the plan
+            refused = str(why)
         plan = Plan(
             group=request.group,
             world=request.world,
@@ -196,6 +181,10 @@ def make_plan(
             forbidden=banned,
             notes=tuple(notes),
         )
+    refused = exchange(refused)[0]
+    if refused:
+        named = f"--sm120-backend {request.pin} cannot serve group {request.group}: " * bool(request.pin)  # fmt: skip
+        raise PlanRefused("; ".join([f"{named}{refused}", *problems]))
     return agree(plan, rank, exchange)
 
 
@@ -260,12 +249,12 @@ def _decide(
             for rows in request.rows
         ]
     choices = {c.choice.name: c.choice for c in candidates}
-    if BASELINE not in curves and request.pin == "":
+    if BASELINE not in curves:
+        # Where a pinned backend cannot serve, the baseline does, at whatever time.
+        modelled = constants if not request.pin else None
         choices[BASELINE] = Choice(backend=BASELINE)
         curves[BASELINE] = [
-            (model.nccl_us(request.nbytes(r), islands, constants), "model")
-            if constants
-            else (math.inf, "model")
+            (model.nccl_us(request.nbytes(r), islands, modelled) if modelled else math.inf, "model")
             for r in request.rows
         ]
     before = [previous.lookup(op, r).name if previous else "" for r in request.rows]
@@ -286,7 +275,7 @@ def _decide(
                     ctas=ctas,
                     us=round(us, 2) if math.isfinite(us) else 0.0,
                     baseline_us=round(base, 2) if math.isfinite(base) else 0.0,
-                    source="pinned" if request.pin else source,
+                    source="pinned" if choices[name].backend == request.pin else source,
                 ),
             )
         )
@@ -366,6 +355,7 @@ def cheapest_path(curves: Mapping[str, Sequence[float]], before: Sequence[str]) 
             return t if math.isfinite(t) else 1e12  # always allowed: it is what SGLang does anyway
         if base is not None and math.isfinite(base[i]) and t > base[i] * (1 - MARGIN):
             return math.inf
+        t *= 1 + HANDICAP.get(name.split("/")[0], 0.0)
         return t * (1 - LOYALTY) if name == before[i] else t
 
     best: list[list[float]] = []

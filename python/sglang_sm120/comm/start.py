@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 
-from sglang_sm120.comm import plan_cache, timing, warmup
-from sglang_sm120.comm.communicator import Communicator, Op
+from sglang_sm120.comm import plan_cache, warmup
+from sglang_sm120.comm.candidates import Baseline, candidates_of, operations
+from sglang_sm120.comm.communicator import CollectiveError, Communicator
 from sglang_sm120.comm.counters import CallCounters
 from sglang_sm120.comm.dispatch import PlannedCommunicator
-from sglang_sm120.comm.plan import BASELINE, Exchange, Plan
-from sglang_sm120.comm.planner import Candidate, Request, own_candidates
+from sglang_sm120.comm.plan import Exchange, Plan
+from sglang_sm120.comm.planner import Candidate, Request
 from sglang_sm120.fabric import islands as isl
 from sglang_sm120.fabric.driver import EdgeDriver, NoAccess
 from sglang_sm120.fabric.verdict import Verdict, Veto, host_vetoes, user_vetoes, version_vetoes
 from sglang_sm120.fabric.versions import Versions
 
+logger = logging.getLogger(__name__)
+
+# Makes a further backend's communicator; collective, None on every rank where one cannot (it says why in the log).
+Extra = Callable[[], Communicator | None]
 SHARING = "containers: --ipc=host and --cap-add SYS_PTRACE; GPUs: `sglang-sm120 doctor`"
-EPS = 1e-6  # of the timed RMSNorm; its value does not change the time
+HOST_PROBE_BYTES = 256 << 10  # per pair of ranks: host memory gains nothing from more
+DEFAULT_ROWS = 64  # widest planned row count where no captured ones are known
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +44,6 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         environ: the process's environment (the user's NCCL switches).
         cache: folder of kept plans, None for none.
         kernel: release of the running kernel.
-        rows: captured row counts; when empty, powers of two up to the widest.
     """
 
     gpus: tuple[str, ...]
@@ -54,28 +56,6 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     environ: Mapping[str, str] = {}
     cache: Path | None = None
     kernel: str = ""
-    rows: tuple[int, ...] = ()
-
-
-def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> object:
-    """Residual add in place and RMSNorm by torch, where the caller knows no faster way."""
-    torch.add(x, residual, out=residual)
-    return torch.nn.functional.rms_norm(residual, (x.shape[-1],), weight, eps)
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """What SGLang does without this plugin.
-
-    Attributes:
-        sum: sums a tensor over the group, in place or not.
-        capture: entered around the capture of a CUDA graph that holds such sums.
-        add_norm: (x, residual, weight, eps): what follows a sum where the operation has a norm.
-    """
-
-    sum: Callable[[torch.Tensor], object]
-    capture: timing.Capture = nullcontext
-    add_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], object] = add_norm
 
 
 def planned(
@@ -88,26 +68,47 @@ def planned(
     baseline: Baseline | None = None,
     driver: Callable[[], EdgeDriver | None] = lambda: None,
     counters: CallCounters | None = None,
+    extras: Mapping[str, Extra] | None = None,
 ) -> PlannedCommunicator:
-    """Wrap `inner`, the communicator of `backend`, so that it serves only what its plan gives it.
+    """Put `inner`, the communicator of `backend`, behind a plan, so that it serves only what the plan gives it.
 
     The plan is made in `prepare`, which is collective; until then nothing is admitted, on every rank alike.
 
     Args:
-        baseline: what SGLang does; without it, timed candidates have nothing to beat and the
-            model stands in.
+        baseline: what SGLang does; without it, timed candidates have nothing to beat and the model stands in.
         driver: makes this rank's probe driver (collective), or None where there is nothing to probe.
         counters: where the plan and served calls are exported.
+        extras: further backends by name, made only where the verdict lets them compete: mailboxes where the machine
+            stops `backend`, FlashInfer where nothing stops it.
     """
+    served: dict[str, Communicator] = {backend: inner}
 
-    def plan_for(hidden: int, dtype: torch.dtype, max_rows: int | None) -> Plan:
-        rows = tuple(r for r in setting.rows if max_rows is None or r <= max_rows)
+    def join(name: str) -> Communicator | None:
+        if name not in served and extras and name in extras:
+            made = extras[name]()
+            if made is not None:
+                served[name] = made
+        return served.get(name)
+
+    def ready(name: str, request: Request, dtype: torch.dtype) -> Communicator | None:
+        """The communicator of a backend with its buffers made; None, with a line in the log, where it has none."""
+        found = join(name)
+        try:
+            if found is not None:
+                found.prepare(request.hidden, dtype, request.rows)
+        except CollectiveError as error:  # on every rank alike
+            logger.warning("SM120 %s is left out of group %s: %s", name, inner.name, error)
+            found = None
+        return found
+
+    def plan_for(hidden: int, dtype: torch.dtype, rows: Sequence[int]) -> Plan:
         request = Request(
             group=inner.name,
             world=inner.world,
             hidden=hidden,
             itemsize=dtype.itemsize,
-            rows=rows or rows_up_to(max_rows or 64),
+            rows=tuple(sorted(set(rows))) or rows_up_to(DEFAULT_ROWS),
+            ops=operations(served),
             pin=setting.pin,
         )
         # Ranks may be started with their own variables; the baseline is rank 0's as much as anyone's.
@@ -124,20 +125,27 @@ def planned(
             f"nccl={settings}",
             kernel=setting.kernel,
         )
-
-        def candidates(islands: isl.Partition, verdict: Verdict) -> Sequence[Candidate]:
-            return candidates_of(inner, backend, request, islands, dtype, device, baseline)
-
         known = [
             *user_vetoes(setting.environ),
             *host_vetoes(setting.hosts),
             *version_vetoes(setting.versions.flashinfer),
         ]
         try:
+            inner.prepare(hidden, dtype, request.rows)
+        except CollectiveError as error:  # on every rank alike
+            known.append(Veto(target=backend, reason=str(error), origin="start"))
+        try:
             edges = driver()
         except NoAccess as error:  # on every rank alike
             edges = None
             known.append(Veto(target=backend, reason=str(error), remedy=SHARING, origin="exchange"))
+
+        def candidates(islands: isl.Partition, verdict: Verdict) -> Sequence[Candidate]:
+            for name in extras or {}:
+                if competes(name, backend, verdict):
+                    ready(name, request, dtype)
+            return candidates_of(served, hidden, dtype, device, baseline)
+
         done = warmup.plan_group(
             request,
             rank=inner.rank,
@@ -149,7 +157,7 @@ def planned(
             known=known,
             force=setting.force,
             islands=setting.islands,
-            sums=lambda _: inner,
+            sums=lambda name: inner if name == backend else ready(name, request, dtype),
             path=backend,
             device=str(device),
         )
@@ -161,7 +169,18 @@ def planned(
                 counters.refuse(inner.name, backend, veto.origin)
         return done.plan
 
-    return PlannedCommunicator(inner, backend, plan_for, counters, choose=partial(_choose, inner))
+    return PlannedCommunicator(served, plan_for, counters)
+
+
+def competes(name: str, primary: str, verdict: Verdict) -> bool:
+    """Whether a further backend is worth making beside `primary`; a pure function of the agreed verdict."""
+    if not verdict.allows(name):
+        return False
+    if name == "mailbox":
+        # Slower than peer memory wherever that works; and a user who switched peer-to-peer off wants no kernels of ours.
+        against = verdict.against(primary)
+        return bool(against) and not any(veto.wish for veto in against)
+    return True
 
 
 def nccl_environment(environ: Mapping[str, str]) -> str:
@@ -193,76 +212,19 @@ def gpu_edges(
     return join
 
 
+def host_edges(rank: int, world: int, exchange: Exchange, session: str) -> Callable[[], EdgeDriver]:
+    """The `driver` of `planned` for CPU tensors: probe the host memory that the host engine works in."""
+
+    def join() -> EdgeDriver:
+        from sglang_sm120.fabric.host_driver import HostDriver
+
+        return HostDriver.join(rank, world, session, exchange, capacity=HOST_PROBE_BYTES)
+
+    return join
+
+
 def rows_up_to(widest: int) -> tuple[int, ...]:
     """1, 2, 4, ... and `widest` itself."""
     return tuple(
         sorted({1 << i for i in range(widest.bit_length()) if 1 << i <= widest} | {widest})
     )
-
-
-def candidates_of(
-    inner: Communicator,
-    backend: str,
-    request: Request,
-    islands: isl.Partition,
-    dtype: torch.dtype,
-    device: torch.device,
-    baseline: Baseline | None,
-) -> list[Candidate]:
-    """The backend's schedules (where it lets the plan choose) and the baseline, each with its timing."""
-
-    def call_of(op: Op, rows: int) -> Callable[[], object]:
-        x, residual, weight = timing.inputs(rows, request.hidden, dtype, device)
-        if op is Op.ALL_REDUCE:
-            return lambda: inner.all_reduce(x)
-        return lambda: inner.all_reduce_rmsnorm(x, residual, weight, EPS)
-
-    def with_schedule(schedule: str) -> Callable[[Op, int], float]:
-        def timed(op: Op, rows: int) -> float:
-            _choose(inner, op, rows, schedule)
-            try:
-                if not inner.admits(op, rows, request.hidden, dtype):
-                    return float("inf")
-                return timing.call_us(call_of(op, rows), device)
-            finally:
-                _choose(inner, op, rows, "")
-
-        return timed
-
-    if hasattr(inner, "pin"):
-        out = own_candidates(
-            request, islands, backend, lambda schedule, ctas: with_schedule(schedule), ctas=(0,)
-        )
-    else:
-        out = [Candidate(backend, time=lambda op, rows: timing.call_us(call_of(op, rows), device))]
-    if baseline is not None:
-        out.append(
-            Candidate(BASELINE, time=_baseline_timer(baseline, request.hidden, dtype, device))
-        )
-    return out
-
-
-def _baseline_timer(
-    baseline: Baseline, hidden: int, dtype: torch.dtype, device: torch.device
-) -> Callable[[Op, int], float]:
-    """SGLang's own path: the sum, and where the op has one, residual add and RMSNorm as separate kernels."""
-
-    def timed(op: Op, rows: int) -> float:
-        x, residual, weight = timing.inputs(rows, hidden, dtype, device)
-
-        def unfused() -> object:
-            baseline.sum(x)
-            return baseline.add_norm(x, residual, weight, EPS)
-
-        call = (lambda: baseline.sum(x)) if op is Op.ALL_REDUCE else unfused
-        return timing.call_us(call, device, baseline.capture)
-
-    return timed
-
-
-def _choose(inner: Any, op: Op, rows: int, schedule: str) -> None:
-    """Let calls of `rows` rows run by `schedule` ("" is the backend's own choice), where it can be told."""
-    if hasattr(inner, "pin"):
-        from sglang_sm120.comm.native import How
-
-        inner.pin(op, rows, How(schedule) if schedule else None)

@@ -15,8 +15,8 @@ import msgspec
 from rich.console import Console
 
 from sglang_sm120.comm import plan_cache, planner
-from sglang_sm120.comm.communicator import CollectiveError
-from sglang_sm120.comm.plan import Choice, Exchange, Plan, agree
+from sglang_sm120.comm.communicator import CollectiveError, Communicator
+from sglang_sm120.comm.plan import BASELINE, Choice, Exchange, Plan, agree
 from sglang_sm120.comm.planner import Candidate, Request
 from sglang_sm120.fabric import islands as isl
 from sglang_sm120.fabric import probe
@@ -55,7 +55,7 @@ def plan_group(
     hints: Sequence[isl.Partition] = (),
     islands: isl.Partition | None = None,
     effort: probe.Effort = probe.FAST,
-    sums: Callable[[str], object] | None = None,
+    sums: Callable[[str], Communicator | None] | None = None,
     path: str = "native",
     device: str = "cpu",
 ) -> Planned:
@@ -68,7 +68,8 @@ def plan_group(
         known: vetoes of this rank found before the probe (user, versions, topology).
         force: the user forced the custom path: his own wishes do not count.
         hints, islands: partitions to consider, or the one to use.
-        sums: gives the communicator of a backend; each allowed one then proves its sums (see `check_sums`).
+        sums: gives the communicator of a backend, or None where it cannot be had; each allowed one then proves its
+            sums (see `check_sums`).
         path: the fast path that the probe is for: vetoed already, it is not probed.
         device: where the communicators' tensors live.
 
@@ -86,7 +87,7 @@ def plan_group(
     kept = _kept(rank, exchange, identity, cache)
     if kept is not None and all(verdict.allows(e.choice.backend) for e in kept.plan.entries):
         plan = agree(kept.plan, rank, exchange)
-        used = [b for b in planner.OURS if plan.serves(b)]
+        used = [b for b in dict.fromkeys(e.choice.backend for e in plan.entries) if b != BASELINE]
         # Bridges and IOMMU can change without a new kernel: the real kernel's sums are checked at every start.
         wrong = _check(used, sums, request, rank, exchange, device)
         if not wrong:
@@ -102,8 +103,8 @@ def plan_group(
     if islands is None:
         islands = planner.choose_islands(report, request) if report else isl.flat(request.world)
     offered = list(candidates(islands, verdict))
-    ours = [b for b in dict.fromkeys(c.backend for c in offered) if b in planner.OURS]
-    allowed = [b for b in ours if verdict.allows(b)]
+    named = dict.fromkeys(c.backend for c in offered if c.backend != BASELINE)
+    allowed = [b for b in named if verdict.allows(b)]
     measured += _check(allowed, sums, request, rank, exchange, device)
     verdict.add(measured)
     plan = planner.make_plan(
@@ -125,7 +126,7 @@ def plan_group(
 
 def _check(
     backends: Sequence[str],
-    sums: Callable[[str], object] | None,
+    sums: Callable[[str], Communicator | None] | None,
     request: Request,
     rank: int,
     exchange: Exchange,
@@ -136,7 +137,11 @@ def _check(
         return []
     found: list[Veto] = []
     for backend in backends:
-        found += check_sums(sums(backend), backend, request.hidden, rank, exchange, device)
+        communicator = sums(backend)
+        if communicator is None:
+            found.append(Veto(target=backend, reason=f"{backend} cannot be set up", origin="start"))
+        else:
+            found += check_sums(communicator, backend, request.hidden, rank, exchange, device)
     return found
 
 
@@ -168,7 +173,7 @@ def _done(
 
 
 def log_once(planned: Planned, rank: int, paths: Sequence[str] = ("native",)) -> None:
-    """Rank 0 writes what was decided: the plan's sentence, its table, and one line for each of `paths` that is off."""
+    """Rank 0 writes what was decided: the plan's sentence and table, the verdict, and a line for each path that is off."""
     if rank != 0:
         return
     plan = planned.plan
@@ -180,6 +185,11 @@ def log_once(planned: Planned, rank: int, paths: Sequence[str] = ("native",)) ->
     logger.info("\n%s", shown.get().rstrip())
     verdict = Verdict(plan.group, 0)
     verdict.add(planned.vetoes)
+    may = ", ".join(
+        f"{path} {'may' if verdict.allows(path) else 'may not'} serve" for path in paths
+    )
+    seen = planned.report.sentence() if planned.report else "nothing was probed"
+    logger.info("SM120 verdict for group %s: %s; %s", plan.group, may, seen)
     for path in paths:
         verdict.log_once(path)
 

@@ -6,11 +6,15 @@ the real kernel on data whose exact sum every rank can compute alone.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_sm120.comm.communicator import Op
 from sglang_sm120.fabric.verdict import Exchange, Veto
+
+if TYPE_CHECKING:
+    from sglang_sm120.comm.communicator import Communicator
 
 ROWS = (1, 4, 7, 32)
 ROUNDS = 8
@@ -26,7 +30,7 @@ def contribution(rank: int, seed: int, rows: int, hidden: int) -> torch.Tensor:
 
 
 def check_sums(
-    communicator: Any,
+    communicator: Communicator,
     backend: str,
     hidden: int,
     rank: int,
@@ -34,19 +38,24 @@ def check_sums(
     device: str = "cpu",
     rounds: int = ROUNDS,
 ) -> list[Veto]:
-    """Run a backend's all-reduce on random data on every rank and compare; collective.
+    """Run a backend's all-reduce on random data on every rank and compare, every way it can run; collective.
 
     Args:
-        communicator: has `world` and `all_reduce(x) -> sum`, a `Communicator`.
+        communicator: a `Communicator`.
         device: where its tensors live.
+        rounds: least number of calls.
 
     Returns:
         Vetoes of `backend`, the same on every rank; empty when every element was right on every rank.
     """
     problem = ""
     try:
-        for turn in range(rounds):
-            rows = ROWS[turn % len(ROWS)]
+        ways = list(communicator.ways(Op.ALL_REDUCE))
+        for turn in range(max(rounds, len(ways) * len(ROWS))):
+            rows, way = ROWS[turn % len(ROWS)], ways[turn // len(ROWS) % len(ways)]
+            communicator.choose(Op.ALL_REDUCE, rows, hidden, *way)
+            if not communicator.admits(Op.ALL_REDUCE, rows, hidden, torch.bfloat16):
+                continue
             parts = [contribution(r, turn, rows, hidden) for r in range(communicator.world)]
             x = parts[rank].to(device=device, dtype=torch.bfloat16)
             got = communicator.all_reduce(x).float().cpu()
@@ -55,9 +64,11 @@ def check_sums(
             if bool(wrong.any()) and not problem:
                 row, column = (int(i) for i in wrong.nonzero()[0])
                 problem = (
-                    f"{int(wrong.sum())} of {wrong.numel()} sums wrong on {rows} rows, first at row {row} "
+                    f"{int(wrong.sum())} of {wrong.numel()} sums wrong on {rows} rows{_by(way)}, first at row {row} "
                     f"column {column}: {got[row, column].item()}"
                 )
+        for rows in ROWS:
+            communicator.choose(Op.ALL_REDUCE, rows, hidden, "")
     except (
         Exception
     ) as error:  # must reach the other ranks as a text, or they would wait for this one
@@ -75,3 +86,8 @@ def check_sums(
             ranks=tuple(r for r, _ in bad),
         )
     ]
+
+
+def _by(way: tuple[str, int]) -> str:
+    schedule, ctas = way
+    return f" by {schedule}" + (f" on {ctas} CTAs" if ctas else "") if schedule else ""

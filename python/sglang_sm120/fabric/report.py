@@ -113,6 +113,18 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
         values = [us for row in self.latency_us for us in row if us > 0]
         return statistics.median(values) if values else 0.0
 
+    def sentence(self) -> str:
+        """What was measured, in one line: rig, soundness, latency and the slowest edge."""
+        kind = "simulated" if self.simulated else "measured"
+        if not self.sound:
+            return f"probe over {self.rig} ({kind}): {len(self.failures)} failures"
+        rates = [g for row in self.store_gbps for g in row if g > 0]
+        slowest = f", slowest edge {min(rates):.1f} GB/s" if rates else ""
+        return (
+            f"probe over {self.rig} ({kind}): every edge sound, {self.median_latency_us():.1f} us one way{slowest}, "
+            f"{self.seconds:.2f} s"
+        )
+
 
 def collapse_ratio(
     flows: Sequence[Flow],

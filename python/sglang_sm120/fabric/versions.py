@@ -139,6 +139,17 @@ def _package(*names: str) -> str:
     return ""
 
 
+def _source_version(package: str) -> str:
+    """Version that a package built from source carries in its `_build_meta.py`; "" where there is none."""
+    spec = find_spec(package)
+    for root in spec.submodule_search_locations or [] if spec else []:
+        meta = Path(root) / "_build_meta.py"
+        match = re.search(r'__version__ = "([^"]+)"', meta.read_text()) if meta.is_file() else None
+        if match:
+            return match[1]
+    return ""
+
+
 def kernel_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
     """Version of the loaded NVIDIA kernel driver; "" when there is none."""
     try:
@@ -159,7 +170,7 @@ def installed(driver: str = "") -> Versions:
         plugin=_package("sglang-sm120"),
         sglang=_package("sglang"),
         torch=_package("torch"),
-        flashinfer=_package("flashinfer-python"),
+        flashinfer=_package("flashinfer-python") or _source_version("flashinfer"),
         nccl=nccl or _package("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
         nccl_cuda=cuda,
         driver=driver or kernel_driver(),

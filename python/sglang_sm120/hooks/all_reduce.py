@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_sm120.comm import factory
+from sglang_sm120.comm.candidates import Baseline
 from sglang_sm120.comm.communicator import CollectiveError
 from sglang_sm120.comm.planner import PlanRefused
-from sglang_sm120.comm.start import Baseline
+from sglang_sm120.hooks import rows
 from sglang_sm120.hooks import session as sessions
 from sglang_sm120.hooks.adapter import Sm120AllReduce
 from sglang_sm120.hooks.census import CENSUS, Sum
@@ -62,8 +63,9 @@ def dispatch(original: Callable[..., Any], group: Any, device: Any) -> Any:
     """
     session = sessions.current()
     name = current_group() or "anonymous"
-    # A split expert group asked for a custom all-reduce on our account only.
-    theirs = None if name in SPLIT_GROUPS else _sglangs_own(original, group, device)
+    # A split expert group asked for a custom all-reduce on our account only; ranks on one GPU look like NVLink.
+    ours_only = name in SPLIT_GROUPS or session.options.shared_gpu
+    theirs = None if ours_only else _sglangs_own(original, group, device)
     own = SglangSum(group, theirs)
     session.announce()
     outcome = factory.build(
@@ -140,15 +142,19 @@ class SglangSum:
         raise LookupError("SGLang has no group with this process group")
 
 
-def prepare_workspace(result: Any, self: Any) -> None:
-    """After SGLang's own workspace step, before any graph is captured: size and warm our communicators."""
-    rows = self._widest_decode_rows()
-    runner = self.model_runner
+def prepare(runner: Any, captured: Sequence[int]) -> None:
+    """Plan and warm every communicator for a model, before its graphs are captured; ends the rank where that fails."""
+    model = runner.model_runner
     try:
         for adapter in sessions.current().adapters:
-            adapter.communicator.prepare(runner.model_config.hidden_size, runner.dtype, rows)
+            adapter.communicator.prepare(model.model_config.hidden_size, model.dtype, captured)
     except (PlanRefused, CollectiveError) as refused:
         sessions.refuse(str(refused))
+
+
+def prepare_workspace(result: Any, self: Any) -> None:
+    """After SGLang's own workspace step, before any graph is captured."""
+    prepare(self, rows.of_graphs(self))
 
 
 PART = Part(

@@ -1,4 +1,4 @@
-"""The plain all-reduce of CPU tensors, which SGLang sends to gloo before it looks at any custom all-reduce."""
+"""CPU tensors: SGLang sends their sums to gloo before it looks at any custom all-reduce, and warms no kernels up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_sm120.hooks import rows
 from sglang_sm120.hooks.adapter import Sm120AllReduce
+from sglang_sm120.hooks.all_reduce import prepare
 from sglang_sm120.hooks.contract import Binding, Part, Target
 
 
@@ -17,6 +19,12 @@ def all_reduce(original: Callable[..., Any], self: Any, input_: Any) -> Any:
     if isinstance(adapter, Sm120AllReduce) and input_.is_cpu and adapter.should_custom_ar(input_):
         return adapter.custom_all_reduce(input_)
     return original(self, input_)
+
+
+def prepare_after_warmup(result: Any, self: Any) -> None:
+    """After `BaseRunner.warmup`, whose steps SGLang skips on a CPU: plan, with prefill, for nothing is captured."""
+    if self.device != "cuda":
+        prepare(self, rows.of_eager(self))
 
 
 PART = Part(
@@ -30,6 +38,15 @@ PART = Part(
             ),
             HookType.AROUND,
             all_reduce,
+        ),
+        Binding(
+            Target(
+                "sglang.srt.model_executor.runner.base_runner.BaseRunner.warmup",
+                "(self)",
+                "plans the sums of CPU tensors before the first batch",
+            ),
+            HookType.AFTER,
+            prepare_after_warmup,
         ),
     ),
 )
