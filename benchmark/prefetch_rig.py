@@ -84,6 +84,7 @@ class Pair:
         ]  # fmt: skip
         # Ahead of everything else on the device, as kernels of another device would be.
         self.peer = torch.cuda.Stream(priority=-5)
+        self.kept: list[torch.Tensor] = []
         self.calls = torch.zeros(1, dtype=torch.int64, device="cuda")
         self._records = _control_words(self.addresses[1], nbytes)
 
@@ -111,6 +112,7 @@ def answers(pairs: Sequence[Pair], rows: int, wait_us: float, calls: int) -> tor
     part = torch.randn(rows, HIDDEN, device="cuda").mul(0.1).bfloat16()
     residual = torch.zeros_like(part)
     weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device="cuda")
+    pairs[0].kept += [part, residual, weight]  # graphs keep addresses, not tensors
     pairs[0]._hold(0.0, warm=True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
