@@ -52,13 +52,13 @@ def free_port() -> int:
 
 
 def run_world(
-    world: int, arguments: list[str], env: dict[str, str], seconds: float
+    world: int, arguments: list[str], env: dict[str, str], seconds: float, worker: Path = WORKER
 ) -> list[dict[str, Any]]:
-    """One set of ranks; the results that rank 0 printed, also when a rank hangs or dies."""
+    """One set of ranks, each `worker RANK WORLD PORT ...`; what rank 0 reported, also when a rank hangs or dies."""
     port = free_port()
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(world), str(port), *arguments],
+            [sys.executable, str(worker), str(rank), str(world), str(port), *arguments],
             env=env, stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
             stderr=subprocess.PIPE if rank == 0 else subprocess.DEVNULL, text=True, start_new_session=True,
         )

@@ -140,31 +140,27 @@ class PcieIpc:
     """FlashInfer `pcie_ipc`, every variant its policy admits at this world; fused = it, then FlashInfer's norm."""
 
     name = "flashinfer pcie_ipc"
+    schedules = {
+        2: ("pcie_unstaged", "pcie_staged"),
+        4: ("pcie_unstaged", "pcie_staged"),
+        8: ("pcie_unstaged", "pcie_staged", "pcie_flat_staged"),
+    }
 
     def __init__(self, group: Any, rank: int, world: int) -> None:
         os.environ.setdefault("FLASHINFER_DISABLE_VERSION_CHECK", "1")
-        from flashinfer.comm.pcie_ipc_ar import PcieIpcAllReduceWorkspace
-        from flashinfer.comm.pcie_ipc_policy import IpcLaunchConfig, IpcVariant
+        from sglang_sm120.comm.flashinfer import PcieSum
 
-        self.config, self.variant, self.world = IpcLaunchConfig, IpcVariant, world
-        self.workspace = PcieIpcAllReduceWorkspace(
-            group, ROWS_MAX * HIDDEN_MAX, max_blocks=32, profile="rootcplx"
-        )
-        self.best: dict[tuple[int, int], Any] = {}
+        self.world = world
+        self.kernel = PcieSum(group, world, ROWS_MAX * HIDDEN_MAX)
+        self.best: dict[tuple[int, int], tuple[str, int, int]] = {}
 
-    def configs(self) -> Iterator[Any]:
-        v = self.variant
-        variants = {
-            2: [v.UNSTAGED, v.STAGED],
-            4: [v.UNSTAGED, v.STAGED],
-            8: [v.UNSTAGED, v.STAGED, v.FLAT_STAGED],
-        }
+    def configs(self) -> Iterator[tuple[str, int, int]]:
         most = 16 if self.world == 8 else 32
-        for variant in variants[self.world]:
+        for schedule in self.schedules[self.world]:
             for blocks in (1, 2, 4, 8, 16, 32):
                 for threads in (128, 256, 512):
                     if blocks <= most and not (self.world == 8 and blocks % 4):
-                        yield self.config(blocks, threads, variant)
+                        yield schedule, blocks, threads
 
     def ways(self, i: Inputs, fused: bool) -> Iterator[Way]:
         key = (i.rows, i.hidden)
@@ -175,17 +171,23 @@ class PcieIpc:
         residual = i.residual.clone()
         for config in configs:
 
-            def call(config: Any = config) -> None:
-                self.workspace.all_reduce(i.x, out=out, config=config)
+            def call(config: tuple[str, int, int] = config) -> None:
+                self.kernel.sum(i.x, out, *config)
                 if fused:
                     _norm(out, residual, i.weight)
 
-            name = f"{self.name} v{int(config.variant)} b{config.blocks} t{config.threads}"
+            schedule, blocks, threads = config
+            name = f"{self.name} {schedule} b{blocks} t{threads}"
             yield Way(name + (" + norm" if fused else ""), call, lambda: out, False)
+
+    def keep_best(self, name: str, rows: int, hidden: int) -> None:
+        """Remember the configuration in a way's name: the fused form uses it."""
+        schedule, blocks, threads = name.removeprefix(f"{self.name} ").split()
+        self.best[rows, hidden] = (schedule, int(blocks[1:]), int(threads[1:]))
 
     def close(self) -> None:
         with contextlib.suppress(Exception):
-            self.workspace.destroy()
+            self.kernel.destroy()
 
 
 def _norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
@@ -200,53 +202,34 @@ class Trtllm:
     name = "flashinfer trtllm"
 
     def __init__(self, group: Any, rank: int, world: int) -> None:
-        from flashinfer.comm import trtllm_ar
+        from sglang_sm120.comm.flashinfer import TrtllmFusion
 
-        self.ar, self.rank, self.world = trtllm_ar, rank, world
-        if torch.cuda.device_count() < world:
-            # torch's symmetric memory refuses ranks that share a GPU: share the same buffers by CUDA IPC.
-            trtllm_ar._alloc_symm_buffer_bytes = self._shared_buffer
-        self.handles, self.workspace = trtllm_ar.trtllm_create_ipc_workspace_for_all_reduce_fusion(
-            rank, world, ROWS_MAX, HIDDEN_MAX, use_fp32_lamport=False, group=group
-        )
+        self.world = world
+        shared = torch.cuda.device_count() < world
+        self.kernel = TrtllmFusion(group, rank, world, ROWS_MAX, HIDDEN_MAX, shared)
 
     def ways(self, i: Inputs, fused: bool) -> Iterator[Way]:
         out, norm, res = torch.empty_like(i.x), torch.empty_like(i.x), torch.empty_like(i.x)
-        pattern = self.ar.AllReduceFusionPattern
-        if self.world > 2 and self.world * i.rows > 64 and torch.cuda.device_count() < self.world:
-            return  # needs more resident CTAs than one GPU has for all ranks: it never ends
+        if not self.kernel.admits(i.rows, i.x.numel()):
+            return
         for one_shot in (True, False):
             for pdl in (True, False):
                 if not one_shot and i.rows <= self.world:
                     continue
 
                 def call(one_shot: bool = one_shot, pdl: bool = pdl) -> None:
-                    self.ar.trtllm_allreduce_fusion(
-                        allreduce_in=i.x, world_size=self.world, world_rank=self.rank, token_num=i.rows,
-                        hidden_dim=i.hidden, workspace_ptrs=self.workspace, launch_with_pdl=pdl,
-                        trigger_completion_at_end=False, fp32_acc=True,
-                        pattern_code=pattern.kARResidualRMSNorm if fused else pattern.kAllReduce,
-                        use_oneshot=one_shot, allreduce_out=None if fused else out,
-                        residual_in=i.residual if fused else None, residual_out=res if fused else None,
-                        norm_out=norm if fused else None, quant_out=None, scale_out=None,
-                        rms_gamma=i.weight if fused else None, rms_eps=EPS, scale_factor=None, layout_code=None,
-                    )  # fmt: skip
+                    self.kernel.one_shot, self.kernel.pdl = one_shot, pdl
+                    if fused:
+                        self.kernel.sum_add_norm(i.x, i.residual, i.weight, EPS, False, norm, res)
+                    else:
+                        self.kernel.sum(i.x, out)
 
                 name = f"{self.name} {'one' if one_shot else 'two'}-shot{' pdl' if pdl else ''}"
                 yield Way(name, call, lambda: norm if fused else out, fused)
 
-    def _shared_buffer(self, nbytes: int, *_: Any) -> tuple[list[int], None, None]:
-        from flashinfer.comm.cuda_ipc import create_shared_buffer, cudart
-
-        pointers = create_shared_buffer(nbytes, group=dist.group.WORLD)
-        cudart.cudaMemset(pointers[self.rank], 0, nbytes)
-        torch.cuda.synchronize()
-        dist.barrier()
-        return pointers, None, None
-
     def close(self) -> None:
         with contextlib.suppress(Exception):
-            self.ar.trtllm_destroy_ipc_workspace_for_all_reduce(self.handles, group=None)
+            self.kernel.destroy()
 
 
 class Nccl:

@@ -188,10 +188,7 @@ def main() -> None:
                     if best is None:
                         continue
                     if name == "pcie_ipc" and not fused:
-                        text = best[1].name.split(" v")[1].split()
-                        contender.best[rows, hidden] = contender.config(
-                            int(text[1][1:]), int(text[2][1:]), contender.variant(int(text[0]))
-                        )
+                        contender.keep_best(best[1].name, rows, hidden)
                     entries.append((name, best[1], best[2]))
                     if fused and isinstance(contender, Native) and name == "native":
                         fp8 = best_of(rank, list(contender.ways(i, True, fp8=True))[:1], i, 10, "")

@@ -2,7 +2,7 @@
 
     python benchmark/plan_quality.py --rig host --ranks 2            # host engine against gloo, on any CPU
     python benchmark/plan_quality.py --rig gpu --ranks 8             # native kernels against NCCL, one GPU per rank
-    python benchmark/plan_quality.py --rig gpu --ranks 4 --one-gpu   # under MPS; NCCL_MULTI_RANK_GPU_ENABLE=1 for NCCL
+    python benchmark/plan_quality.py --rig gpu --ranks 4 --one-gpu   # under MPS, which it starts; NCCL 2.30 or newer
 
 Prints seconds of the first and second start, and per operation and rows the plan's choice over the best candidate,
 both timed after the plan was made. Writes JSON with --out.
@@ -11,6 +11,7 @@ both timed after the plan was made. Writes JSON with --out.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -18,19 +19,23 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from allreduce import mps
 from rich.console import Console
 from rich.table import Table
 from sglang_sm120.comm import start
+from sglang_sm120.comm.candidates import Baseline, candidates_of, operations
 from sglang_sm120.comm.communicator import Communicator, Op
 from sglang_sm120.comm.plan import BASELINE
+from sglang_sm120.comm.planner import HANDICAP
 from sglang_sm120.fabric.islands import flat
 from sglang_sm120.fabric.versions import installed
 
-OPS = (Op.ALL_REDUCE, Op.ALL_REDUCE_RMSNORM)
+ROUNDS = 3  # of timing every candidate again, there and back
 
 
 def communicator(rig: str, rank: int, world: int, session: str, exchange: Any) -> Communicator:
@@ -43,6 +48,18 @@ def communicator(rig: str, rank: int, world: int, session: str, exchange: Any) -
 
     return NativeCommunicator(
         "tp", rank, world, exchange, capacity_bytes=8 << 20, timeout_ms=20_000
+    )
+
+
+def flashinfer(rank: int, world: int, exchange: Any, shared_gpu: bool) -> Communicator | None:
+    """FlashInfer's kernels beside ours, where they are compiled on every rank."""
+    from sglang_sm120.comm.flashinfer import TRTLLM_WORLDS, FlashInferCommunicator, Modules
+
+    modules = Modules.common(exchange(Modules.found()))
+    if world not in TRTLLM_WORLDS or not (modules.pcie or modules.trtllm):
+        return None
+    return FlashInferCommunicator(
+        "tp", rank, world, dist.group.WORLD, exchange, modules=modules, shared_gpu=shared_gpu
     )
 
 
@@ -64,16 +81,14 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str, out: Any) -> Non
         dist.all_gather_object(told, mine)
         return told
 
-    def driver() -> Any:
-        if args.rig == "gpu":
-            return start.gpu_edges(rank, world, exchange, device)()
-        from sglang_sm120.fabric.host_driver import HostDriver
-
-        return HostDriver.join(rank, world, f"quality{os.getppid()}", exchange)
-
-    baseline = start.Baseline(lambda x: dist.all_reduce(x, group=sums))
-
-    backend = "host" if args.rig == "host" else "native"
+    session = f"quality{os.getppid()}"
+    driver = start.host_edges(rank, world, exchange, session)
+    extras: dict[str, start.Extra] = {}
+    if args.rig == "gpu":
+        driver = start.gpu_edges(rank, world, exchange, device)
+        extras["flashinfer"] = lambda: flashinfer(rank, world, exchange, args.one_gpu)
+    baseline = Baseline(lambda x: dist.all_reduce(x, group=sums))
+    baseline.sum(torch.zeros(8, device=device))  # NCCL connects at its first call
     setting = start.Setting(
         gpus=tuple(f"rank{r}" for r in range(world)),
         hosts=("here",) * world,
@@ -81,9 +96,9 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str, out: Any) -> Non
         islands=flat(world),
         cache=Path(folder) / "plans",
     )
-    session = f"quality{os.getppid()}"
     inner = communicator(args.rig, rank, world, session, exchange)
-    dtype = torch.bfloat16
+    dtype, backend = torch.bfloat16, "host" if args.rig == "host" else "native"
+    captured = start.rows_up_to(args.rows)
     starts = []
     for _ in range(2):
         ours = start.planned(
@@ -94,30 +109,34 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str, out: Any) -> Non
             exchange=exchange,
             baseline=baseline,
             driver=driver,
+            extras=extras,
         )
         dist.barrier()
         begin = time.monotonic()
-        ours.prepare(args.hidden, dtype, args.rows)
+        ours.prepare(args.hidden, dtype, captured)
         starts.append(time.monotonic() - begin)
+        if len(starts) == 1:
+            served = ours.served
     plan = ours.plan
     assert plan is not None
-    request = start.Request(
-        group="tp", world=world, hidden=args.hidden, itemsize=2, rows=start.rows_up_to(args.rows)
-    )
-    again: dict[str, dict[str, float]] = {}
-    for c in start.candidates_of(inner, backend, request, flat(world), dtype, device, baseline):
-        for op in OPS:
-            for rows in request.rows:
-                again.setdefault(f"{op.value} {rows}", {})[c.choice.name] = _slowest(
-                    c.time, op, rows, exchange
-                )
-    chosen = {
-        f"{op.value} {rows}": plan.lookup(op, rows).name for op in OPS for rows in request.rows
-    }
+    again: dict[str, dict[str, list[float]]] = {}
+    candidates = candidates_of(served, args.hidden, dtype, device, baseline)
+    operated = operations(served)
+    for turn in range(ROUNDS):
+        for c in candidates if turn % 2 == 0 else candidates[::-1]:
+            for op in operated:
+                for rows in captured:
+                    us = _slowest(c.time, op, rows, exchange)
+                    key = f"{op.value} {rows}"
+                    again.setdefault(key, {}).setdefault(c.choice.name, []).append(us)
+    chosen = {f"{op.value} {r}": plan.lookup(op, r).name for op in operated for r in captured}
     if rank == 0:
-        out.send({"starts": starts, "again": again, "chosen": chosen, "plan": plan.digest()})
+        times = {k: {n: median(t) for n, t in v.items()} for k, v in again.items()}
+        out.send({"starts": starts, "again": times, "chosen": chosen, "plan": plan.digest()})
     exchange(None)
     inner.close()
+    if args.rig == "gpu":
+        os._exit(0)  # ranks of one GPU cannot tear NCCL down one by one
     dist.destroy_process_group()
 
 
@@ -134,24 +153,32 @@ def main() -> None:
     parser.add_argument("--one-gpu", action="store_true")
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--seconds", type=int, default=600, help="bound of the whole run")
+    parser.add_argument("--preload", default="", help="library the ranks load first (an NCCL)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as rig:
+        if args.one_gpu:
+            os.environ.update(rig.enter_context(mps()), NCCL_MULTI_RANK_GPU_ENABLE="1")
+        if args.preload:  # for the ranks only, not for the MPS server
+            os.environ["LD_PRELOAD"] = args.preload
         ranks = [
             context.Process(target=rank_main, args=(r, args, folder, theirs))
             for r in range(args.ranks)
         ]
         for p in ranks:
             p.start()
-        if not mine.poll(600):
-            for p in ranks:
-                p.kill()
-            raise SystemExit("the ranks did not answer within 600 s; their errors are above")
-        got = mine.recv()
+        answered = mine.poll(args.seconds)
+        got = mine.recv() if answered else {}
         for p in ranks:
-            p.join(30)
+            p.join(30 if answered else 0)
+            p.kill()
+        if not answered:
+            raise SystemExit(
+                f"the ranks did not answer within {args.seconds} s; their errors are above"
+            )
     where = "one GPU" if args.one_gpu else "GPUs" if args.rig == "gpu" else "host engine, this CPU"
     table = Table(
         title=f"plan against the best candidate timed afterwards ({args.ranks} ranks, {where})"
@@ -161,7 +188,8 @@ def main() -> None:
     worst = 1.0
     for key, times in got["again"].items():
         name = got["chosen"][key]
-        best = min(times, key=lambda n: times[n])
+        # FlashInfer must be faster than ours by its handicap to be the better choice.
+        best = min(times, key=lambda n: times[n] * (1 + HANDICAP.get(n.split("/")[0], 0.0)))
         ratio = times[name] / times[best]
         worst = max(worst, ratio)
         base = times.get(BASELINE, float("nan"))
@@ -174,7 +202,7 @@ def main() -> None:
             f"{ratio:.2f}",
             f"{base:.1f}",
         )
-    console = Console()
+    console = Console(width=140)
     console.print(table)
     first, second = got["starts"]
     console.print(f"first start {first:.2f} s, second {second:.2f} s; worst ratio {worst:.2f}")

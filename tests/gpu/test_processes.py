@@ -34,14 +34,20 @@ def mps(tmp_path: Path) -> Iterator[dict[str, str]]:
         )
 
 
-def run(env: dict[str, str], world: int, ways: str, scenario: str) -> list[tuple[int, str]]:
+def run(
+    env: dict[str, str],
+    world: int,
+    ways: str,
+    scenario: str,
+    script: Path = HERE / "process_rank.py",
+) -> list[tuple[int, str]]:
     """(exit code, output) of every rank."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "process_rank.py"), str(rank), str(world), str(port), ways, scenario],
+            [sys.executable, str(script), str(rank), str(world), str(port), ways, scenario],
             env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(world)

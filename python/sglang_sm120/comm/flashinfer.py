@@ -105,8 +105,15 @@ class PcieSum:
     def admits(self, numel: int) -> bool:
         return numel % PACK == 0 and PACK * self._world <= numel <= self.max_numel
 
-    def sum(self, x: torch.Tensor, out: torch.Tensor, schedule: str, blocks: int) -> None:
-        config = self._config(blocks, THREADS, self._variant(PCIE_VARIANTS[schedule]))
+    def sum(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        schedule: str,
+        blocks: int,
+        threads: int = THREADS,
+    ) -> None:
+        config = self._config(blocks, threads, self._variant(PCIE_VARIANTS[schedule]))
         self._workspace.all_reduce(x, out=out, config=config)
 
     def move_stream(self) -> None:
@@ -118,11 +125,16 @@ class PcieSum:
 
 
 class TrtllmFusion:
-    """TensorRT-LLM's one-shot all-reduce, plain or with residual add + RMSNorm. Construction is collective."""
+    """TensorRT-LLM's all-reduce, plain or with residual add + RMSNorm. Construction is collective.
+
+    Attributes:
+        one_shot, pdl: which kernel runs, and whether the next one may be scheduled before it ends.
+    """
 
     def __init__(
         self, group: ProcessGroup, rank: int, world: int, rows: int, hidden: int, shared_gpu: bool
     ) -> None:
+        self.one_shot = self.pdl = True
         from flashinfer.comm import trtllm_ar
 
         self._ar, self._rank, self._world, self._shared = trtllm_ar, rank, world, shared_gpu
@@ -175,11 +187,11 @@ class TrtllmFusion:
             token_num=x.numel() // x.shape[-1],
             hidden_dim=x.shape[-1],
             workspace_ptrs=self._workspace,
-            launch_with_pdl=True,
+            launch_with_pdl=self.pdl,
             trigger_completion_at_end=False,
             fp32_acc=True,
             pattern_code=pattern,
-            use_oneshot=True,
+            use_oneshot=self.one_shot,
             **{**absent, "rms_eps": 1e-6, **given},
         )
 

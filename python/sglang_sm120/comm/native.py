@@ -171,6 +171,7 @@ class NativeCommunicator(Communicator):
         )  # and nobody pushes before all slabs are clear
         crowd = max(devices.count(device) for device in devices)
         self._crowded = crowd * 16 * 2 > gpu.multi_processor_count
+        self._roomy = crowd * 32 * 2 <= gpu.multi_processor_count
         self._clusters = gpu.major >= 9
         library.cuda_set_crowded(self._handle, self._crowded)
         self._admits = lru_cache(maxsize=4096)(self._admits_uncached)
@@ -196,7 +197,7 @@ class NativeCommunicator(Communicator):
         # Only the kernels for one island of 2, 4 or 8 ranks can be spread in more than one way.
         sweep: tuple[int, ...] = (0,)
         if len(partition or ()) == 1 and self.world in (2, 4, 8) and not self._flags & 1:
-            sweep = (0, 8) if self._crowded else (0, 8, 32)
+            sweep = (0, 8, 32) if self._roomy else (0, 8)
         return [(s, n) for s in model.fitting(partition or ()) for n in sweep]
 
     def choose(self, op: Op, rows: int, hidden: int, schedule: str, ctas: int = 0) -> None:
