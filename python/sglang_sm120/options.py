@@ -191,6 +191,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             metavar="PATH",
         ),
     ] = ""
+    shared_gpu: Annotated[
+        bool,
+        Option(
+            "--sm120-shared-gpu",
+            "SGLANG_SM120_SHARED_GPU",
+            "For development: every rank runs on GPU 0 (start MPS first; NCCL 2.30 or newer), "
+            "and SGLang's own custom all-reduce is off, as on most PCIe machines.",
+        ),
+    ] = False
     stats: Annotated[
         str,
         Option(

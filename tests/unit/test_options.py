@@ -132,10 +132,11 @@ def test_help_is_a_group_of_its_own():
 def _text(item: opt.Declared) -> st.SearchStrategy:
     if item.option.choices:
         return st.sampled_from(item.option.choices)
+    if item.type is bool:
+        return st.booleans()
     return {
         "islands": st.sampled_from(["auto", "0,1;2,3", "0-3;4-7", "0;1;2", "0,2;1,3"]),
         "nccl_config": st.sampled_from(["", '{"tp":{"max_ctas":4}}']),
-        "enabled": st.booleans(),
     }.get(
         item.name,
         st.integers(50, 1024)

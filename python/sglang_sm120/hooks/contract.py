@@ -30,6 +30,7 @@ PARTS: dict[str, str] = {
     "adaptive": "sglang_sm120.hooks.adaptive",
     "census": "sglang_sm120.hooks.census",
     "gloo_census": "sglang_sm120.hooks.gloo_census",
+    "shared_gpu": "sglang_sm120.hooks.shared_gpu",
 }
 
 

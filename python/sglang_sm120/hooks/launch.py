@@ -114,6 +114,8 @@ def check_server(server_args: Any, previous: Any) -> None:
     """Resolution step after SGLang's own validation: refuse or settle what contradicts our part."""
     previous(server_args)
     options = options_of(server_args)
+    if options.shared_gpu:
+        _share_gpu(server_args)
     if not options.enabled:
         return
     view = resolving_view(server_args)
@@ -141,6 +143,16 @@ def check_server(server_args: Any, previous: Any) -> None:
         logger.warning(
             "sglang-sm120: one rank has nothing to sum; --enable-sm120-fusion has no effect"
         )
+
+
+def _share_gpu(server_args: Any) -> None:
+    """Before ranks are spawned: all of them get device 0."""
+    from sglang_sm120.hooks import shared_gpu
+
+    try:
+        shared_gpu.install_once()
+    except contract.HookRefused as error:
+        _refuse_launch(server_args, error)
 
 
 def _order_nccl(server_args: Any, options: Options, view: Any) -> None:

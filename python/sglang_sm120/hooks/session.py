@@ -84,13 +84,12 @@ class Session:
         for watch in self._watches:
             watch.close()
         for adapter in self.adapters:
+            communicator = adapter.communicator
             try:
-                adapter.close()
+                communicator.close()  # SGLang's own, inside the adapter, is SGLang's to close
             except RuntimeError as error:
                 # At exit after a CUDA error: every call fails, and the driver frees all memory anyway.
-                logger.debug(
-                    "sglang-sm120: group %s not closed: %s", adapter.communicator.name, error
-                )
+                logger.debug("sglang-sm120: group %s not closed: %s", communicator.name, error)
 
 
 _session: Session | None = None

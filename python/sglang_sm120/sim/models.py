@@ -85,7 +85,7 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
     """One family's models on disk; also the content of its manifest.json.
 
     Attributes:
-        family: "llama" or "deepseek".
+        family: "llama", "deepseek" or "kimi-proxy".
         target: Directory of the target's checkpoint (bf16).
         drafter: Directory of the EAGLE-3 head's checkpoint (bf16).
         layers: The target's decoder layers.
@@ -227,8 +227,10 @@ def _make(
             recipe.seed + 1,
             lambda done, what: report(0.7 + 0.3 * done, f"{family} drafter: {what}"),
         )
-    _save(scratch / "target", target.weights(), target_config(recipe.shape))
-    _save(scratch / "drafter", head.weights(), drafter_config(head.shape, recipe.aux_layers))
+    save_checkpoint(scratch / "target", target.weights(), target_config(recipe.shape))
+    save_checkpoint(
+        scratch / "drafter", head.weights(), drafter_config(head.shape, recipe.aux_layers)
+    )
     return Built(
         family=family,
         target=str(folder / "target"),
@@ -250,7 +252,8 @@ def _round_to_bf16(model: torch.nn.Module) -> None:
             parameter.copy_(parameter.bfloat16().float())
 
 
-def _save(folder: Path, weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+def save_checkpoint(folder: Path, weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """Write a checkpoint that SGLang loads: weights in bf16, config.json and the byte tokenizer, into a new folder."""
     folder.mkdir()
     stored = {
         # DeepSeek keeps the router's bias in fp32.
