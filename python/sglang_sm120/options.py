@@ -182,6 +182,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             choices=("auto", "off"),
         ),
     ] = "auto"
+    prefetch: Annotated[
+        str,
+        Option(
+            "--sm120-prefetch",
+            "SGLANG_SM120_PREFETCH",
+            "auto brings the weights that are read next into L2 while a fused sum waits for its peers; off does not.",
+            choices=("auto", "off"),
+        ),
+    ] = "auto"
     plan_cache: Annotated[
         str,
         Option(

@@ -25,6 +25,7 @@ PARTS: dict[str, str] = {
     "all_reduce": "sglang_sm120.hooks.all_reduce",
     "cpu_all_reduce": "sglang_sm120.hooks.cpu_all_reduce",
     "fusion": "sglang_sm120.hooks.fusion",
+    "prefetch": "sglang_sm120.hooks.prefetch",
     "failures": "sglang_sm120.hooks.failures",
     "nccl": "sglang_sm120.hooks.nccl",
     "adaptive": "sglang_sm120.hooks.adaptive",

@@ -29,6 +29,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang_sm120.hooks.adapter import Sm120AllReduce
 from sglang_sm120.hooks.census import CENSUS, Sum
 from sglang_sm120.hooks.contract import Binding, Part, Seam, Target, lookup
+from sglang_sm120.hooks.prefetch import PREFETCH
 
 
 class FusedBoundary:
@@ -116,6 +117,7 @@ class FusedBoundary:
     def _run(
         self, adapter: Sm120AllReduce, partial: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        PREFETCH.before(self._norm, adapter.communicator, partial.shape[0])
         return adapter.sum_add_norm(
             partial,
             residual,

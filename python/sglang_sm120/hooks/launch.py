@@ -59,6 +59,8 @@ def parts_for(options: Options, device: str | None) -> list[str]:
         parts += ["all_reduce", "fusion", "failures"]
         if options.nccl == "compact" and device == "cuda":
             parts += ["nccl"]
+        if options.prefetch == "auto" and device == "cuda":
+            parts += ["prefetch"]
         if options.verify == "auto":
             parts += ["adaptive"]
     if parts and device == "cpu":

@@ -20,6 +20,9 @@ ALIGNMENT = 16
 # One instruction's worth: small enough that several CTAs share a boundary evenly.
 CHUNK = 16 << 10
 
+# Thread blocks that ask for the memory; 0 leaves it to those of the sum. Measured by benchmark/prefetch.py.
+CTAS = 64
+
 # Parts of an attention module in the order they are read; the names are SGLang's.
 ATTENTION = (
     "fused_qkv_a_proj_with_mqa",
