@@ -27,7 +27,7 @@ from sglang_sm120.comm.plan import (
 from sglang_sm120.comm.planner import Candidate, PlanRefused, Request, cheapest_path, make_plan
 from sglang_sm120.fabric import machine, probe
 from sglang_sm120.fabric.islands import Partition, flat
-from sglang_sm120.fabric.report import Failure, ProbeReport, vetoes
+from sglang_sm120.fabric.report import Failure, ProbeReport, shares_a_link, vetoes
 from sglang_sm120.fabric.software import ThreadExchange, probe_machine, run_ranks
 from sglang_sm120.fabric.verdict import Verdict, Veto
 from sglang_sm120.fabric.versions import Versions
@@ -280,6 +280,87 @@ def test_pinned_backend_serves_or_is_refused_with_the_reason() -> None:
             request(pin="flashinfer"), [], report=None, islands=flat(8), verdict=Verdict(), rank=0,
             exchange=alone,
         )  # fmt: skip
+
+
+def test_shared_uplinks_under_acs_are_named_so_and_not_a_collapse() -> None:
+    plan, report = plan_for("acs-on")
+    (pattern,) = report.patterns
+    assert pattern.collapsed and shares_a_link(report, pattern)
+    why = plan.forbidden["two_shot"]
+    assert "share a link above their switch" in why and "ACS request redirect" in why
+    assert "collapses" not in " ".join(plan.forbidden.values())
+    other, collapsing = plan_for("dual-socket-virtual-switches")
+    assert not any(shares_a_link(collapsing, p) for p in collapsing.patterns)
+    assert all("collapses" in w for w in other.forbidden.values())
+
+
+def test_a_pinned_backend_that_serves_no_row_is_refused_on_every_rank_not_a_hang() -> None:
+    meet = ThreadExchange(3, timeout_s=10)
+
+    def body(rank: int) -> str:
+        def fails(op: Op, rows: int) -> float:
+            if rank == 2:
+                raise CollectiveError("no slab")
+            return 5.0
+
+        with pytest.raises(PlanRefused) as refused:
+            make_plan(
+                request(3, pin="native"), [Candidate("native", "two_shot", 8, fails)], report=None,
+                islands=flat(3), verdict=Verdict(), rank=rank, exchange=meet.of(rank),
+            )  # fmt: skip
+        return str(refused.value)
+
+    texts = run_ranks(3, body)
+    assert len(set(texts)) == 1 and "serves none of the captured rows" in texts[0]
+    assert "--sm120-backend native cannot serve group tp" in texts[0] and "no slab" in texts[0]
+
+
+def test_rows_that_a_pinned_backend_cannot_serve_stay_with_sglang() -> None:
+    def up_to_sixteen(op: Op, rows: int) -> float:
+        return 5.0 if rows <= 16 else math.inf
+
+    plan = make_plan(
+        request(pin="mailbox"), [Candidate("mailbox", time=up_to_sixteen)], report=None,
+        islands=flat(8), verdict=Verdict(), rank=0, exchange=alone,
+    )  # fmt: skip
+    assert [plan.lookup(IN, r).backend for r in (1, 16, 32, 128)] == ["mailbox"] * 2 + ["nccl"] * 2
+    assert plan.lookup(IN, 16).source == "pinned" and plan.lookup(IN, 32).source != "pinned"
+
+
+@given(
+    st.lists(st.tuples(st.floats(2.0, 40.0), st.floats(0.01, 3.0)), min_size=1, max_size=3),
+    st.tuples(st.floats(10.0, 40.0), st.floats(0.01, 3.0)),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_choice_is_within_five_percent_of_the_best_whatever_the_curves(
+    ours: list[tuple[float, float]], base: tuple[float, float]
+) -> None:
+    curves = {f"n{i}": [a + b * r for r in ROWS] for i, (a, b) in enumerate(ours)}
+    curves["nccl"] = [base[0] + base[1] * r for r in ROWS]
+    picked = cheapest_path(curves, [""] * len(ROWS))
+    for i, name in enumerate(picked):
+        floor = curves["nccl"][i]
+        allowed = [t[i] for n, t in curves.items() if n == "nccl" or t[i] <= floor * 0.97]
+        assert curves[name][i] <= min(allowed) * 1.05
+
+
+@given(
+    st.lists(st.tuples(st.floats(2.0, 40.0), st.floats(0.01, 3.0)), min_size=2, max_size=3),
+    st.lists(st.floats(-0.01, 0.01), min_size=60, max_size=60),
+)
+@settings(max_examples=200, deadline=None)
+def test_noise_of_one_percent_never_changes_a_plan_for_a_worse_one(
+    ours: list[tuple[float, float]], noise: list[float]
+) -> None:
+    curves = {f"n{i}": [a + b * r for r in ROWS] for i, (a, b) in enumerate(ours)}
+    before = cheapest_path(curves, [""] * len(ROWS))
+    shaken = iter(noise)
+    again = {n: [t * (1 + next(shaken)) for t in c] for n, c in curves.items()}
+    after = cheapest_path(again, before)
+    for i, (old, new) in enumerate(zip(before, after, strict=True)):
+        # A new choice may be a real tie, never a loss.
+        assert curves[new][i] <= curves[old][i] * 1.05
+    assert cheapest_path(curves, before) == before, "without noise the choice stays"
 
 
 @given(

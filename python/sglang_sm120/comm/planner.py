@@ -21,6 +21,9 @@ from sglang_sm120.fabric.verdict import Verdict
 
 MARGIN = 0.03  # how much faster than the baseline a candidate must be at every row count it serves
 SWITCH_COST = 0.02  # what changing the candidate between neighbouring rows must gain, relative
+NEAR = (
+    0.03  # how close to the fastest counts as nearly the fastest where candidates are put in order
+)
 LOYALTY = 0.03  # what the choice of the previous plan is worth, so that noise does not move it
 # How much faster than anything of ours a backend must be: FlashInfer's waits have no bound, and its sums have not the
 # canonical bits.
@@ -325,10 +328,10 @@ def _between(known: Sequence[tuple[int, float]], rows: int) -> tuple[float, str]
 def cheapest_path(curves: Mapping[str, Sequence[float]], before: Sequence[str]) -> list[str]:
     """One candidate per row count: near the fastest everywhere, few changes, never back again.
 
-    Candidates are ordered by how steeply their time grows, steepest first; the choice may only move forward in that
-    order (a candidate serves one unbroken range of rows). Among such paths the one with the least total
-    excess over the fastest, plus `SWITCH_COST` per change, wins. Where the baseline is among the candidates, one
-    that is not `MARGIN` faster than it is not allowed; `before` names the previous choice per row count.
+    Candidates are ordered by the row counts at which they are nearly the fastest; the choice may only move forward in
+    that order (a candidate serves one unbroken range of rows). Among such paths the one with the least total excess over
+    the fastest, plus `SWITCH_COST` per change, wins. Where the baseline is among the candidates, one that is not
+    `MARGIN` faster than it is not allowed; `before` names the previous choice per row count.
 
     Returns:
         Names, one per row count; the baseline where nothing else is allowed.
@@ -339,16 +342,6 @@ def cheapest_path(curves: Mapping[str, Sequence[float]], before: Sequence[str]) 
     length = len(before)
     base = curves.get(BASELINE)
 
-    def steepness(name: str) -> float:
-        first, last = curves[name][0], curves[name][-1]
-        if name == BASELINE and not math.isfinite(last - first):
-            return 0.0
-        if not math.isfinite(last):
-            return math.inf  # cannot serve the end: must be left before it
-        return last - first
-
-    order = sorted(curves, key=lambda n: (-steepness(n), n))
-
     def effective(name: str, i: int) -> float:
         t = curves[name][i]
         if name == BASELINE:
@@ -358,13 +351,26 @@ def cheapest_path(curves: Mapping[str, Sequence[float]], before: Sequence[str]) 
         t *= 1 + HANDICAP.get(name.split("/")[0], 0.0)
         return t * (1 - LOYALTY) if name == before[i] else t
 
+    costs = {n: [effective(n, i) for i in range(length)] for n in curves}
+    floors = [min(c[i] for c in costs.values()) for i in range(length)]
+    for i, floor in enumerate(floors):
+        if not math.isfinite(floor):
+            raise PlanRefused(f"no candidate works at entry {i} of {length}")
+
+    def centre(name: str) -> float:
+        """Mean position of the rows at which a candidate is nearly the fastest; infinite when it never is."""
+        weights = [
+            max(0.0, 1 + NEAR - t / floor) for t, floor in zip(costs[name], floors, strict=True)
+        ]
+        total = sum(weights)
+        return sum(i * w for i, w in enumerate(weights)) / total if total else math.inf
+
+    order = sorted(curves, key=lambda n: (centre(n), n))
+
     best: list[list[float]] = []
     came: list[list[int]] = []
     for i in range(length):
-        now = [effective(n, i) for n in order]
-        floor = min(now)
-        if not math.isfinite(floor):
-            raise PlanRefused(f"no candidate works at entry {i} of {length}")
+        now, floor = [costs[n][i] for n in order], floors[i]
         row: list[float] = []
         back: list[int] = []
         for k, t in enumerate(now):
@@ -383,7 +389,7 @@ def cheapest_path(curves: Mapping[str, Sequence[float]], before: Sequence[str]) 
         # No unbroken ranges fit (a candidate failed in the middle): the baseline, or the fastest each time.
         if base is not None:
             return [BASELINE] * length
-        return [min(order, key=lambda n, i=i: effective(n, i)) for i in range(length)]  # type: ignore[misc]
+        return [min(order, key=lambda n, i=i: costs[n][i]) for i in range(length)]  # type: ignore[misc]
     k = min(range(len(order)), key=best[-1].__getitem__)
     picked = [order[k]]
     for i in range(length - 1, 0, -1):

@@ -83,22 +83,25 @@ def planned(
     """
     served: dict[str, Communicator] = {backend: inner}
 
-    def join(name: str) -> Communicator | None:
-        if name not in served and extras and name in extras:
-            made = extras[name]()
-            if made is not None:
-                served[name] = made
-        return served.get(name)
+    failed: set[str] = set()
 
     def ready(name: str, request: Request, dtype: torch.dtype) -> Communicator | None:
-        """The communicator of a backend with its buffers made; None, with a line in the log, where it has none."""
-        found = join(name)
+        """The communicator of a further backend with its buffers made; None, with a line in the log, where it fails."""
+        found = served.get(name)
+        if found is None and extras and name in extras and name not in failed:
+            found = extras[name]()
+        if found is None:
+            failed.add(name)
+            return None
         try:
-            if found is not None:
-                found.prepare(request.hidden, dtype, request.rows)
+            found.prepare(request.hidden, dtype, request.rows)
         except CollectiveError as error:  # on every rank alike
             logger.warning("SM120 %s is left out of group %s: %s", name, inner.name, error)
-            found = None
+            found.close()
+            served.pop(name, None)
+            failed.add(name)
+            return None
+        served[name] = found
         return found
 
     def plan_for(hidden: int, dtype: torch.dtype, rows: Sequence[int]) -> Plan:

@@ -92,17 +92,31 @@ def _measured(report: ProbeReport) -> list[Finding]:
         for v in vetoes(report)
     ]
     partitions = {p.islands for p in report.patterns}
-    seen = {f"{k}: {why}" for p in sorted(partitions) for k, why in forbidden(report, p).items()}
-    if seen:
-        out.append(
-            Finding(
-                id="writes-collapse",
-                severity=Severity.WARNING,
-                what="; ".join(sorted(seen)),
-                cost="schedules with that traffic are never chosen",
-                fix=(
-                    "newer BIOS, kernel and driver removed it on some machines; GPUs of one group below one switch avoid it",
-                ),
+    banned = sorted(
+        {(k, why) for p in sorted(partitions) for k, why in forbidden(report, p).items()}
+    )
+    shared = [f"{k}: {why}" for k, why in banned if "share a link" in why]
+    collapsed = [f"{k}: {why}" for k, why in banned if "collapses" in why]
+    for id, seen, fix in (
+        (
+            "shared-uplink",
+            shared,
+            "clear ACS request redirect on every bridge above the GPUs: the setpci lines of `sudo sglang-sm120 doctor`",
+        ),
+        (
+            "writes-collapse",
+            collapsed,
+            "newer BIOS, kernel and driver removed it on some machines; GPUs of one group below one switch avoid it",
+        ),
+    ):
+        if seen:
+            out.append(
+                Finding(
+                    id=id,
+                    severity=Severity.WARNING,
+                    what="; ".join(seen),
+                    cost="schedules with that traffic are never chosen",
+                    fix=(fix,),
+                )
             )
-        )
     return out

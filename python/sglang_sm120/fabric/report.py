@@ -14,6 +14,7 @@ STAGED_US = (
     5.0  # one-way latency above which peer traffic goes through system memory (case R27: ~14 us)
 )
 COLLAPSED = 0.4  # a pattern below this share of its best single flow is never used
+EVEN = 0.67  # flows share a link fairly when the slowest gets this much of the fastest; a collapse hits some of them
 P2P_OPTIONS = (
     'options nvidia NVreg_RegistryDwords="ForceP2P=0x11;RMForceP2PType=1;RMPcieP2PType=2;'
     'GrdmaPciTopoCheckOverride=1;EnableResizableBar=1"'
@@ -198,16 +199,33 @@ PATTERNS_OF: dict[str, tuple[str, ...]] = {
 }
 
 
+def shares_a_link(report: ProbeReport, result: PatternResult) -> bool:
+    """Whether a pattern that gives little was slowed by sharing a link, not by a collapse.
+
+    Then every flow gets the same and the link stays full: all of them together carry what one alone does. That is what
+    ACS request redirect looks like, which sends all traffic of a switch up to the root port and down again.
+    """
+    solo = report.store_gbps
+    best = max((solo[a][b] for a, b in result.flows), default=0.0) if solo else 0.0
+    even = min(result.gbps) >= EVEN * max(result.gbps)
+    return result.collapsed and even and sum(result.gbps) >= best > 0
+
+
 def forbidden(report: ProbeReport, islands: Partition) -> dict[str, str]:
-    """Schedules that must not run with this partition, each with the pattern that collapsed and how far."""
+    """Schedules that must not run with this partition, each with the pattern that gives too little and how much."""
     out: dict[str, str] = {}
     for schedule, names in PATTERNS_OF.items():
         for name in names:
             result = report.pattern(name, islands)
             if result is not None and result.collapsed:
+                figures = (
+                    f"{sum(result.gbps):.1f} GB/s in all, {result.ratio:.2f} of one flow alone"
+                )
                 out[schedule] = (
-                    f"its {name} pattern collapses to {sum(result.gbps):.1f} GB/s in all, "
-                    f"{result.ratio:.2f} of one flow alone"
+                    f"in its {name} pattern the GPUs share a link above their switch, as with ACS request redirect "
+                    f"({figures})"
+                    if shares_a_link(report, result)
+                    else f"its {name} pattern collapses to {figures}"
                 )
                 break
     return out

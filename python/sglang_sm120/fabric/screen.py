@@ -12,7 +12,7 @@ from rich.tree import Tree
 from sglang_sm120.fabric.checks import link_gbps
 from sglang_sm120.fabric.findings import Finding, Severity
 from sglang_sm120.fabric.machine import EdgeClass
-from sglang_sm120.fabric.report import ProbeReport
+from sglang_sm120.fabric.report import ProbeReport, shares_a_link
 from sglang_sm120.fabric.topology import Gpu, Topology
 
 _SHORT = {
@@ -129,6 +129,8 @@ def patterns(report: ProbeReport) -> Table:
     for p in report.patterns:
         islands = " ".join("{" + ",".join(map(str, i)) + "}" for i in p.islands)
         state = "[red]collapses: never used[/]" if p.collapsed else "[green]ok[/]"
+        if shares_a_link(report, p):
+            state = "[red]one link for all: never used[/]"
         out.add_row(
             p.name, islands, str(len(p.flows)), f"{sum(p.gbps):.1f}", f"{p.ratio:.2f}", state
         )
