@@ -208,7 +208,7 @@ def start(  # type: ignore[no-untyped-def]
             exchange=meet.of(rank),
             identity=identity(ASKED.rows, plugin),
             cache=cache,
-            driver=fabric.driver(rank),
+            driver=lambda: fabric.driver(rank),
             candidates=lambda islands, verdict: [
                 Candidate("native", "two_shot", 8, lambda op, rows: 6.0 + 0.5 * rows),
                 Candidate("nccl", time=lambda op, rows: 20.0 + 0.4 * rows),
@@ -281,7 +281,6 @@ def test_ranks_with_other_software_are_refused_by_name() -> None:
                 exchange=meet.of(rank),
                 identity=identity(ASKED.rows, plugin=f"0.{rank}"),
                 cache=None,
-                driver=None,
                 candidates=lambda islands, verdict: [],
             )
         return str(error.value)

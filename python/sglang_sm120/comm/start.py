@@ -17,7 +17,7 @@ from sglang_sm120.comm.dispatch import PlannedCommunicator
 from sglang_sm120.comm.plan import Exchange, Plan
 from sglang_sm120.comm.planner import Candidate, Request
 from sglang_sm120.fabric import islands as isl
-from sglang_sm120.fabric.driver import EdgeDriver, NoAccess
+from sglang_sm120.fabric.driver import EdgeDriver
 from sglang_sm120.fabric.verdict import Verdict, Veto, host_vetoes, user_vetoes, version_vetoes
 from sglang_sm120.fabric.versions import Versions
 
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 # Makes a further backend's communicator; collective, None on every rank where one cannot (it says why in the log).
 Extra = Callable[[], Communicator | None]
-SHARING = "containers: --ipc=host and --cap-add SYS_PTRACE; GPUs: `sglang-sm120 doctor`"
 HOST_PROBE_BYTES = 256 << 10  # per pair of ranks: host memory gains nothing from more
 DEFAULT_ROWS = 64  # widest planned row count where no captured ones are known
 
@@ -137,11 +136,6 @@ def planned(
             inner.prepare(hidden, dtype, request.rows)
         except CollectiveError as error:  # on every rank alike
             known.append(Veto(target=backend, reason=str(error), origin="start"))
-        try:
-            edges = driver()
-        except NoAccess as error:  # on every rank alike
-            edges = None
-            known.append(Veto(target=backend, reason=str(error), remedy=SHARING, origin="exchange"))
 
         def candidates(islands: isl.Partition, verdict: Verdict) -> Sequence[Candidate]:
             for name in extras or {}:
@@ -155,7 +149,7 @@ def planned(
             exchange=exchange,
             identity=identity,
             cache=setting.cache,
-            driver=edges,
+            driver=driver,
             candidates=candidates,
             known=known,
             force=setting.force,

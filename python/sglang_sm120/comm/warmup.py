@@ -20,12 +20,14 @@ from sglang_sm120.comm.plan import BASELINE, Choice, Exchange, Plan, agree
 from sglang_sm120.comm.planner import Candidate, Request
 from sglang_sm120.fabric import islands as isl
 from sglang_sm120.fabric import probe
-from sglang_sm120.fabric.driver import EdgeDriver
+from sglang_sm120.fabric.driver import EdgeDriver, NoAccess
 from sglang_sm120.fabric.integrity import check_sums
 from sglang_sm120.fabric.report import ProbeReport, vetoes
 from sglang_sm120.fabric.verdict import Verdict, Veto
 
 logger = logging.getLogger(__name__)
+
+SHARING = "containers: --ipc=host and --cap-add SYS_PTRACE; GPUs: `sglang-sm120 doctor`"
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +50,7 @@ def plan_group(
     exchange: Exchange,
     identity: plan_cache.Identity,
     cache: Path | None,
-    driver: EdgeDriver | None,
+    driver: Callable[[], EdgeDriver | None] = lambda: None,
     candidates: Callable[[isl.Partition, Verdict], Sequence[Candidate]],
     known: Iterable[Veto] = (),
     force: bool = False,
@@ -63,7 +65,8 @@ def plan_group(
 
     Args:
         identity: what the plan depends on; rank 0 looks it up in `cache` (None: no cache).
-        driver: this rank's access to the others, None where nothing can be probed.
+        driver: makes this rank's access to the others (collective), or None where nothing can be probed; called only
+            when no kept plan serves.
         candidates: builds the candidates once islands and verdict are known, alike on every rank.
         known: vetoes of this rank found before the probe (user, versions, topology).
         force: the user forced the custom path: his own wishes do not count.
@@ -94,9 +97,15 @@ def plan_group(
             return _done(plan, verdict, kept.report, True, begin)
         measured.extend(wrong)
         verdict.add(wrong)
-    report = None
-    if driver is not None and verdict.allows(path):
-        report = probe.run(driver, exchange, effort, [islands] if islands else hints)
+    report, edges = None, None
+    if verdict.allows(path):
+        try:
+            edges = driver()
+        except NoAccess as error:  # on every rank alike
+            measured.append(Veto(target=path, reason=str(error), remedy=SHARING, origin="exchange"))
+            verdict.add(measured)
+    if edges is not None:
+        report = probe.run(edges, exchange, effort, [islands] if islands else hints)
         # Every rank holds the same report, so the vetoes need no second exchange.
         measured += vetoes(report)
         verdict.add(measured)
