@@ -68,8 +68,8 @@ class Channel {
         static_cast<uint32_t>(std::min<uint64_t>(timeout_ms * 1000000 / 1024, 0x7FFFFFFF));
   }
 
-  // What the next launch asks L2 for: by `ctas` further CTAs, or by its own when that is 0. The
-  // array must outlive every replay of a graph that captured it.
+  // What the next launch asks L2 for, by `ctas` further CTAs. The array must outlive every replay
+  // of a graph that captured it.
   void set_ahead(const Ahead* chunks, uint32_t count, uint32_t ctas) {
     ahead_ = chunks;
     ahead_count_ = count;

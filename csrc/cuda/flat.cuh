@@ -399,7 +399,6 @@ struct Flat {
       if (!kTwoShot && blockIdx.x == 0 && warp == 0) push_record(p, epoch, slot, previous);
       if (warp != 0) ptx::bar_arrive(kExitBarrier, blockDim.x);  // this warp has read the state
       clear(state, previous, first_row, single);
-      prefetch_among_sums(p, warp);
     };
     if constexpr (kTwoShot) {
       // Before the first wait, so that everyone can see who has begun this call.

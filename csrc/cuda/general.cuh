@@ -417,7 +417,6 @@ struct General {
       clear_units(base + p.cross_offset, state.cross, me, threads);
       clear_units(base + p.gather_offset, state.gather, me, threads);
     }
-    prefetch_among_sums(p, warp);
 #pragma unroll 1
     for (uint32_t row = blockIdx.x; row < p.rows; row += p.ctas) {
 #pragma unroll 1

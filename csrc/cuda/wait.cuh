@@ -167,13 +167,8 @@ __device__ __forceinline__ void check_record(const Params& p, uint32_t epoch, ui
   }
 }
 
-// --- prefetch: by the warps that sum, after their pushes, or by CTAs of their own ---
+// --- prefetch: by CTAs of their own; among the warps that poll it delays the sum ---
 
-__device__ __forceinline__ void prefetch_among_sums(const Params& p, uint32_t warp) {
-  if (p.ahead_count == 0 || gridDim.x != p.ctas) return;
-  const uint32_t warps = blockDim.x / 32;
-  prefetch_ahead(p.ahead, p.ahead_count, blockIdx.x * warps + warp, gridDim.x * warps);
-}
 // True in a CTA that is there for this only.
 __device__ __forceinline__ bool only_prefetches(const Params& p) {
   if (blockIdx.x < p.ctas) return false;

@@ -35,11 +35,11 @@ void cuda_prefetch(TensorView array, int64_t first, int64_t count, int64_t ctas,
                   reinterpret_cast<cudaStream_t>(stream));
 }
 
-// The next call of the channel asks for the chunks: by its own warps after their pushes, or, with
-// `ctas` > 0, by that many CTAs more.
+// The next call of the channel asks for the chunks, by so many CTAs more.
 void cuda_prefetch_in_next(int64_t handle, TensorView array, int64_t first, int64_t count,
                            int64_t ctas) {
   const Ahead* chunks = chunks_of(array, first, count);
+  if (ctas < 1) TVM_FFI_THROW(ValueError) << "a prefetch needs a CTA, not " << ctas;
   reinterpret_cast<Channel*>(handle)->set_ahead(chunks, static_cast<uint32_t>(count),
                                                 static_cast<uint32_t>(ctas));
 }

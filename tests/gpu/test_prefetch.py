@@ -23,8 +23,8 @@ def test_fused_results_stay_whoever_prefetches(world: int) -> None:
     chunks = chunks_over(weights)
     with VirtualGroup(world) as group:
         for step, (rows, hidden) in enumerate([(1, 7168), (5, 2880), (16, 7168), (64, 1024)] * 3):
-            # 0: the sum's own warps, else further CTAs; a call without follows, which clears and counts as always.
-            ctas = (0, 3, 8)[step // 4]
+            # A call without follows, which clears and counts as always.
+            ctas = (1, 3, 8)[step // 4]
             for count in (len(chunks), 0, 1):
                 parts, residual, weight = inputs(world, rows, hidden, seed=step)
                 for communicator in group.ranks:
@@ -48,7 +48,7 @@ def test_a_captured_prefetch_replays() -> None:
         for rank, communicator in enumerate(group.ranks):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=group.streams[rank]):
-                for ctas in (0, 16):
+                for ctas in (1, 16):
                     communicator.prefetch_in_next(chunks, 0, len(chunks), ctas)
                     outs.append(
                         communicator.all_reduce_rmsnorm(parts[rank], residual, weight, 1e-6)

@@ -122,7 +122,7 @@ class Communicator(ABC):
             chunks: int64 [n, 2] on the device: address and bytes, multiples of 16. It must outlive every replay of a
                 graph that captured the call.
             first, count: which of its rows.
-            ctas: further thread blocks that do it; 0 leaves it to those that sum.
+            ctas: further thread blocks that do it, at least 1.
         """
 
     def set_timeout_ms(self, timeout_ms: int) -> None:  # noqa: B027

@@ -20,8 +20,8 @@ ALIGNMENT = 16
 # One instruction's worth: small enough that several CTAs share a boundary evenly.
 CHUNK = 16 << 10
 
-# Thread blocks that ask for the memory; 0 leaves it to those of the sum. Measured by benchmark/prefetch.py.
-CTAS = 64
+# Thread blocks that ask for the memory beside those of the sum. Measured by benchmark/prefetch.py.
+CTAS = 16
 
 # Parts of an attention module in the order they are read; the names are SGLang's.
 ATTENTION = (
