@@ -26,6 +26,8 @@ PARTS: dict[str, str] = {
     "cpu_all_reduce": "sglang_sm120.hooks.cpu_all_reduce",
     "fusion": "sglang_sm120.hooks.fusion",
     "prefetch": "sglang_sm120.hooks.prefetch",
+    "seams": "sglang_sm120.hooks.seams",
+    "cpu_seams": "sglang_sm120.hooks.cpu_seams",
     "failures": "sglang_sm120.hooks.failures",
     "nccl": "sglang_sm120.hooks.nccl",
     "adaptive": "sglang_sm120.hooks.adaptive",

@@ -59,6 +59,7 @@ def parts_for(options: Options, device: str | None) -> list[str]:
         parts += ["all_reduce", "fusion", "failures"]
         if options.nccl == "compact" and device == "cuda":
             parts += ["nccl"]
+        parts += ["cpu_seams" if device == "cpu" else "seams"]
         if options.prefetch == "auto" and device == "cuda":
             parts += ["prefetch"]
         if options.verify == "auto":
