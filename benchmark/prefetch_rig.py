@@ -43,6 +43,22 @@ def hold(records, calls, wait_ns, give_up_ns, slots: tl.constexpr, words: tl.con
         pass
 
 
+@triton.jit(do_not_specialize=["lasting_ns", "span"])
+def occupy(memory, span, lasting_ns, sink, words: tl.constexpr):
+    """Read a large memory for some time, in lines that L2 gives up first: a card with less bandwidth."""
+    program = tl.program_id(0).to(tl.int64)
+    step = tl.num_programs(0).to(tl.int64) * words
+    lanes = tl.arange(0, words)
+    at = program * words
+    total = tl.zeros((words,), tl.int32)
+    began = globaltimer()
+    while globaltimer() - began < lasting_ns:
+        for _ in tl.static_range(4):
+            total += tl.load(memory + at + lanes, eviction_policy="evict_first")
+            at = (at + step) % span
+    tl.store(sink + program * words + lanes, total)
+
+
 @triton.jit
 def gemv(
     x, w, y, rows, n, k, early: tl.constexpr, bn: tl.constexpr, bk: tl.constexpr
@@ -267,16 +283,54 @@ class Chain:
         return graph, out
 
 
-class Timer:
-    """Times graphs of rank 0, each with the peer's graph that answers it."""
+class Reader:
+    """Takes memory bandwidth away, so that what remains is about that of another card.
 
-    def __init__(self, pair: Pair) -> None:
+    Args:
+        leaves: bytes per microsecond to leave.
+    """
+
+    WORDS = 4096  # int32 per load and thread block
+
+    def __init__(self, leaves: float) -> None:
+        self.memory = torch.zeros(1 << 30, dtype=torch.int32, device="cuda")
+        self.sink = torch.zeros(128 * self.WORDS, dtype=torch.int32, device="cuda")
+        self.stream = torch.cuda.Stream()
+        self.ctas = 0
+        found: dict[float, tuple[int, float]] = {}
+        for ctas in range(8, 97, 8):
+            self.ctas = ctas
+            left = memory_bandwidth(self)
+            found[abs(left - leaves)] = (ctas, left)
+        self.ctas, self.left = found[min(found)]
+
+    def run(self, lasting_us: float) -> None:
+        """Begin; it ends by itself."""
+        with torch.cuda.stream(self.stream):
+            occupy[(self.ctas,)](
+                self.memory, self.memory.numel(), int(lasting_us * 1000), self.sink, self.WORDS, num_warps=8
+            )  # fmt: skip
+
+
+class Timer:
+    """Times graphs of rank 0, each with the peer's graph that answers it.
+
+    Args:
+        reader: what else uses the memory meanwhile.
+    """
+
+    LONGEST_US = 4000.0  # of a timed graph, with its launch
+
+    def __init__(self, pair: Pair, reader: Reader | None = None) -> None:
         self.pair = pair
+        self.reader = reader
         self.stream = torch.cuda.Stream()
 
     def once(self, graph: torch.cuda.CUDAGraph, peer: torch.cuda.CUDAGraph) -> float:
         """Microseconds of one replay."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if self.reader is not None:
+            self.reader.run(self.LONGEST_US)
         with torch.cuda.stream(self.pair.peer):
             peer.replay()
         with torch.cuda.stream(self.stream):
@@ -302,21 +356,28 @@ class Timer:
             for index in order if block % 2 == 0 else order[::-1]:
                 seen[index] += [self.once(graphs[index], peer) for _ in range(each)]
         self.pair.ranks[0].check()
+        longest = max(max(values) for values in seen)
+        if self.reader is not None and longest > self.LONGEST_US / 2:
+            raise RuntimeError(
+                f"a graph took {longest:.0f} us: the reader beside it may have ended early"
+            )
         return [statistics.median(values) for values in seen]
 
 
-def memory_bandwidth() -> float:
-    """Bytes per microsecond that a reduction over 2 GiB reads."""
+def memory_bandwidth(reader: Reader | None = None) -> float:
+    """Bytes per microsecond that a reduction over 2 GiB reads, beside a reader if there is one."""
     big = torch.zeros(1 << 29, dtype=torch.float32, device="cuda")
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    best = 0.0
-    for _ in range(4):
+    seen = []
+    for _ in range(5):
+        if reader is not None:
+            reader.run(6000)
         begin.record()
         big.sum()
         end.record()
         torch.cuda.synchronize()
-        best = max(best, big.numel() * 4 / (begin.elapsed_time(end) * 1000))
-    return best
+        seen.append(big.numel() * 4 / (begin.elapsed_time(end) * 1000))
+    return statistics.median(seen)
 
 
 @contextmanager

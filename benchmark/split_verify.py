@@ -35,6 +35,7 @@ from sglang_sm120.comm.native import How
 
 WORLD = 8  # whose message sizes and shapes are emulated
 LATENCY_US = 5.0  # two hops
+CTAS = 16  # of a sum; those of the peer take SMs that another device's would not
 LINKS_GB_S = (50.0, 25.0)  # one switch, and a fabric whose links are shared
 # The FFN of Kimi-K2.5's dense layer under TP 8, and its routed experts: 384 of width 2048, eight per token.
 DENSE = (("gate_up", 4608, HIDDEN), ("down", HIDDEN, 2304))
@@ -129,15 +130,16 @@ def case(pairs: list[Pair], model: str, rows: int, layers: int) -> list[dict[str
     for p in pairs:
         for communicator in p.ranks:
             for n in (rows, rows // 2):
-                # Few thread blocks: on the machine that this stands for, the peers' kernels take no SMs of ours.
-                communicator.pin(Op.ALL_REDUCE_RMSNORM, n, How("one_shot", 1, 28, 1, 8))
+                communicator.pin(Op.ALL_REDUCE_RMSNORM, n, How("one_shot", 1, 28, 1, CTAS))
     products = [compute_us(whole), compute_us(halves[0])]
     timer = Timer(pairs[0])
+    bare = Chain(pairs[0], rows, [[] for _ in steps]).capture()[0]
     one, two = whole.capture()[0], capture_split(halves)
     found = []
     for link in LINKS_GB_S:
         late = wire_us(rows, link)
         us = [
+            timer.compare([bare], answers(pairs[:1], rows, late, len(steps)))[0],
             timer.compare([one], answers(pairs[:1], rows, late, len(steps)))[0],
             timer.compare([two], answers(pairs, rows // 2, wire_us(rows // 2, link), len(steps)))[0],
             timer.compare([one], answers(pairs[:1], rows, late, len(steps)))[0],
@@ -147,7 +149,8 @@ def case(pairs: list[Pair], model: str, rows: int, layers: int) -> list[dict[str
             {
                 "model": model, "rows": rows, "link_gb_s": link, "wire_us": late,
                 "products_us": products[0], "half_products_us": products[1],
-                "whole_us": (us[0] + us[2]) / 2 / len(steps), "split_us": us[1] / len(steps),
+                "sum_us": us[0] / len(steps), "whole_us": (us[1] + us[3]) / 2 / len(steps),
+                "split_us": us[2] / len(steps),
             }
         )  # fmt: skip
     return found
@@ -157,11 +160,12 @@ def table_of(results: list[dict[str, Any]], rig: str) -> Table:
     table = Table(
         title=f"Split verify, 2 virtual ranks on one GPU ({rig}), wire of 8 ranks emulated, us per sum and products"
     )
-    for column in ("layer", "rows", "link GB/s", "wire us", "products", "of a half", "whole", "split", "split / whole"):  # fmt: skip
+    for column in ("layer", "rows", "link GB/s", "wire us", "sum alone", "products", "of a half", "whole", "split", "split / whole"):  # fmt: skip
         table.add_column(column, justify="right")
     for r in results:
         table.add_row(
-            r["model"], str(r["rows"]), f"{r['link_gb_s']:g}", f"{r['wire_us']:.0f}", f"{r['products_us']:.1f}",
+            r["model"], str(r["rows"]), f"{r['link_gb_s']:g}", f"{r['wire_us']:.0f}", f"{r['sum_us']:.1f}",
+            f"{r['products_us']:.1f}",
             f"{r['half_products_us']:.1f}", f"{r['whole_us']:.1f}", f"{r['split_us']:.1f}",
             f"{r['split_us'] / r['whole_us']:.3f}",
         )  # fmt: skip
