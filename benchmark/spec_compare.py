@@ -11,24 +11,19 @@ sends the same prompts to its OpenAI endpoint and stops it. All settings run in 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
 import random
-import shlex
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
+from spec_compare_client import Row, ServerFailed, measure, serving
 
 CLASSES = ("low", "middle", "high")
 
@@ -68,24 +63,6 @@ class Setting:
     flags: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One setting on one class of prompts.
-
-    Attributes:
-        tokens_per_s: all requests together, from each one's first token to its last.
-        accept_length: tokens per pass and request; 1.0 without speculation.
-        pass_ms: time between a request's passes.
-    """
-
-    setting: str
-    prompts: str
-    tokens_per_s: float
-    accept_length: float
-    pass_ms: float
-    texts: tuple[str, ...] = ()
-
-
 def eagle(drafter: str, steps: int) -> tuple[str, ...]:
     return (
         "--speculative-algorithm", "EAGLE3",
@@ -121,116 +98,6 @@ def settings(
         Setting("adaptive (SGLang), our sums", (*adaptive, *fusion, "--sm120-verify", "off")),
         Setting("adaptive (ours)", (*adaptive, *fusion)),
     ]
-
-
-@contextlib.contextmanager
-def serving(line: Sequence[str], port: int, env: dict[str, str], timeout_s: float) -> Iterator[str]:
-    """Start a launch line, wait until it answers, and end it and its children afterwards."""
-    with tempfile.NamedTemporaryFile("wb", suffix=".log", delete=False) as log:
-        process = subprocess.Popen(
-            [*line, "--port", str(port)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **env},
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/health", timeout=30.0).status_code == 200:
-                    break
-            if process.poll() is not None or time.monotonic() > deadline:
-                tail = Path(log.name).read_text(errors="replace")[-3000:]
-                raise RuntimeError(f"the server did not start: {shlex.join(line)}\n{tail}")
-            time.sleep(0.5)
-        yield url
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(15)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one streamed completion showed."""
-
-    text: str
-    tokens: int
-    passes: int
-    first_s: float
-    last_s: float
-
-
-def complete(url: str, prompt: str, tokens: int) -> Answer:
-    """One greedy completion over the OpenAI endpoint, streamed for the time of its first token."""
-    body = {
-        "model": "default",
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_spec_tokens_details": True,
-    }
-    text, first, last, used, passes = [], 0.0, 0.0, 0, 0
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=1200.0) as stream:
-        stream.raise_for_status()
-        for raw in stream.iter_lines():
-            if not raw.startswith("data: ") or raw == "data: [DONE]":
-                continue
-            event = json.loads(raw[6:])
-            if event.get("usage"):
-                used = event["usage"]["completion_tokens"]
-            details = (event.get("sglext") or {}).get("spec_tokens_details")
-            if details:
-                details = details[0] if isinstance(details, list) else details
-                passes = details["spec_verify_ct"]
-            for choice in event.get("choices") or []:
-                if choice.get("text"):
-                    last = time.perf_counter()
-                    first = first or last
-                    text.append(choice["text"])
-    if not used or not first:
-        raise RuntimeError(
-            f"{url} streamed no tokens or no usage for a prompt of {len(prompt)} characters"
-        )
-    return Answer("".join(text), used, passes or used - 1, first, last)
-
-
-def measure(
-    url: str,
-    setting: str,
-    kind: str,
-    prompts: Sequence[str],
-    tokens: int,
-    concurrency: int,
-    rounds: int,
-) -> Row:
-    """Send the prompts of one class `rounds` times, `concurrency` at a time."""
-    complete(url, prompts[0], 8)
-    work = list(prompts) * rounds
-    with ThreadPoolExecutor(concurrency) as pool:
-        answers = list(pool.map(lambda p: complete(url, p, tokens), work))
-    # The first token comes from the prefill: what follows it is what the passes made.
-    spans = [a.last_s - a.first_s for a in answers]
-    made = sum(a.tokens - 1 for a in answers)
-    busy = max(a.last_s for a in answers) - min(a.first_s for a in answers)
-    rate = made / busy if concurrency > 1 else made / sum(spans)
-    return Row(
-        setting,
-        kind,
-        rate,
-        made / sum(a.passes for a in answers),
-        1e3 * sum(spans) / sum(a.passes for a in answers),
-        tuple(a.text for a in answers[: len(prompts)]),
-    )
 
 
 def table(rows: Sequence[Row], rig: str) -> str:
@@ -316,6 +183,13 @@ def sim_launch(family: str) -> tuple[list[str], dict[str, str], str, dict[str, l
     return line, env, built.drafter, {"low": shuffled, "middle": half, "high": known}
 
 
+def reason(error: Exception) -> str:
+    """The last line of a failed server's log that names an error, or the error's own first line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [x for x in lines[1:] if ("Error" in x or "error" in x) and "details" not in x]
+    return (named[-1] if named else lines[0])[:200]
+
+
 def rig_name(given: str, sim: str) -> str:
     if given:
         return given
@@ -372,34 +246,40 @@ def main() -> None:
         if not wanted or any(w in s.name for w in wanted)
     ]
     rows: list[Row] = []
+    failed: dict[str, str] = {}
     for setting in chosen:
-        with serving([*line, *setting.flags], args.port, env, args.start_timeout) as url:
-            for kind in CLASSES:
-                row = measure(
-                    url,
-                    setting.name,
-                    kind,
-                    prompts[kind],
-                    args.tokens,
-                    args.concurrency,
-                    args.rounds,
-                )
-                rows.append(row)
-                print(
-                    f"{row.setting}, {kind}: {row.tokens_per_s:.1f} tok/s, accept {row.accept_length:.2f}, "
-                    f"{row.pass_ms:.1f} ms per pass",
-                    flush=True,
-                )
+        try:
+            with serving([*line, *setting.flags], args.port, env, args.start_timeout) as url:
+                for kind in CLASSES:
+                    row = measure(
+                        url, setting.name, kind, prompts[kind], args.tokens, args.concurrency, args.rounds
+                    )  # fmt: skip
+                    rows.append(row)
+                    print(
+                        f"{row.setting}, {kind}: {row.tokens_per_s:.1f} tok/s, accept {row.accept_length:.2f}, "
+                        f"{row.pass_ms:.1f} ms per pass",
+                        flush=True,
+                    )
+        except (ServerFailed, httpx.HTTPError) as error:
+            # One setting that this model or machine does not have must not cost the others' figures.
+            failed[setting.name] = reason(error)
+            print(f"{setting.name}: {failed[setting.name]}", flush=True)
     rig = rig_name(args.rig, args.sim)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"rig": rig, "rows": [asdict(r) for r in rows]}, indent=1))
+    data: dict[str, Any] = {"rig": rig, "rows": [asdict(r) for r in rows], "failed": failed}
+    args.out.write_text(json.dumps(data, indent=1))
+    if not rows:
+        raise SystemExit("no setting could be measured")
     plot(rows, rig, args.plot)
     print("\n" + table(rows, rig))
+    for name, why in failed.items():
+        print(f"not measured: {name} ({why})")
     if others := differing(rows):
         print("\ngreedy texts differ from the plain server's: " + "; ".join(others))
     means = {
         s.name: statistics.fmean(r.tokens_per_s for r in rows if r.setting == s.name)
         for s in chosen
+        if any(r.setting == s.name for r in rows)
     }
     print(f"\nbest over all prompts: {max(means, key=lambda n: means[n])}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -19,11 +20,16 @@ def _load():
     spec = importlib.util.spec_from_file_location("spec_compare", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules["spec_compare"] = module
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
     return module
 
 
 compare = _load()
+client = sys.modules["spec_compare_client"]
 
 
 class OpenAi(BaseHTTPRequestHandler):
@@ -66,7 +72,7 @@ def url():
 
 
 def test_prefill_is_not_counted_and_passes_come_from_the_server(url):
-    answer = compare.complete(url, "hello", 30)
+    answer = client.complete(url, "hello", 30)
     assert answer.text == "".join(f"w{i} " for i in range(10))
     assert (answer.tokens, answer.passes) == (30, 9)
     assert 0.03 < answer.last_s - answer.first_s < 2.0
@@ -107,3 +113,38 @@ def test_a_launch_line_that_fails_is_reported_and_left_nothing_running():
         compare.serving(line, 1, {}, timeout_s=60.0),
     ):
         pass
+
+
+def test_a_setting_that_cannot_start_is_named_and_the_others_are_measured(
+    url, tmp_path, monkeypatch, capsys
+):
+    chosen = [compare.Setting("plain", ()), compare.Setting("n-gram", ("--broken",))]
+    monkeypatch.setattr(compare, "settings", lambda *_: chosen)
+
+    @contextlib.contextmanager
+    def serving(line, port, env, timeout_s):
+        if "--broken" in line:
+            raise compare.ServerFailed(
+                "the server did not start: python\nImportError: no kernel for this device\nkilled"
+            )
+        yield url
+
+    monkeypatch.setattr(compare, "serving", serving)
+    out = tmp_path / "out.json"
+    arguments = [
+        "--drafter",
+        "d",
+        "--rounds",
+        "1",
+        "--out",
+        str(out),
+        "--plot",
+        str(tmp_path / "p.png"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["spec_compare.py", *arguments, "--", "python", "server"])
+    compare.main()
+    assert json.loads(out.read_text())["failed"] == {
+        "n-gram": "ImportError: no kernel for this device"
+    }
+    said = capsys.readouterr().out
+    assert "| plain |" in said and "not measured: n-gram (ImportError" in said
