@@ -2,10 +2,13 @@
 
     python benchmark/nccl_memory.py --worlds 2,4 --preload /path/to/libnccl.so.2 --json out.json
 
-Several ranks on one GPU need NCCL 2.30 or newer (`--preload`, where torch's is older) and MPS, which this starts. Memory
-is the device's free memory before a communicator is made and after it has summed every size, over the ranks, with
-kernels loaded by a communicator before it. Latency compares communicators of one process in turns. LL128 is left out,
-as NCCL itself does over PCIe.
+Communicators for CUDA graphs get the channels of their widest batch (`sglang_sm120.nccl.config`): each is timed up to that
+many rows against NCCL's own choice, in turns, in one process. Memory is the device's free memory before a communicator is
+made and after it has summed every size, over the ranks, with kernels loaded by a communicator before it. Two
+environments: NCCL's, and with the plugin's buffer sizes. LL128 is left out, as NCCL itself does over PCIe.
+
+Several ranks on one GPU need NCCL 2.30 or newer (`--preload`, where torch's is older) and MPS, which this starts. From four
+ranks on, "NCCL's own choice" is 32 channels: with 64 the CTAs of all ranks are not resident at once, and they wait for ever.
 """
 
 from __future__ import annotations
@@ -24,9 +27,21 @@ from rich.table import Table
 
 ROWS, HIDDEN = (1, 4, 16, 64), 7168
 ROUNDS, REPLAYS = 9, 20
-# max_ctas of the communicators compared; None is NCCL's own choice.
-LIMITS: tuple[int | None, ...] = (None, 16, 8, 4, 2)
+OWN = "NCCL's own"
 MIB = 1 << 20
+
+
+def limits(world: int) -> dict[str, int | None]:
+    """Communicator -> its max_ctas; None is no limit."""
+    from sglang_sm120.nccl.config import config_for
+
+    most = None if world == 2 else 32
+    out: dict[str, int | None] = {OWN: most}
+    for rows in ROWS:
+        fields = config_for("tp", captured=True, widest_bytes=rows * HIDDEN * 2, world=world)
+        out[f"graphs up to {rows} rows"] = min(int(fields["max_ctas"]), most or 64)
+    out["eager"] = int(config_for("tp")["max_ctas"])
+    return out
 
 
 def worker(rank_id: int, world: int, port: int, label: str) -> None:
@@ -39,7 +54,7 @@ def worker(rank_id: int, world: int, port: int, label: str) -> None:
     inputs = {rows: torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device="cuda") for rows in ROWS}
 
     def communicator(limit: int | None) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
+        options: Any = dist.ProcessGroupNCCL.Options()
         if limit is not None:
             options.config.max_ctas = limit
         made = dist.new_group(backend="nccl", pg_options=options)
@@ -55,16 +70,19 @@ def worker(rank_id: int, world: int, port: int, label: str) -> None:
         dist.barrier()
         return int(left)
 
-    keep = communicator(None)  # loads the kernels
+    all_limits = limits(world)
+    keep = communicator(all_limits[OWN])  # loads the kernels
     groups = {}
-    for limit in LIMITS:
+    for name, limit in all_limits.items():
         before = free()
-        groups[limit] = communicator(limit)
+        groups[name] = communicator(limit)
         taken = (before - free()) / world
-        rank.say(kind="memory", label=label, limit=limit, mib=round(taken / MIB, 2))
+        rank.say(kind="memory", label=label, name=name, limit=limit, mib=round(taken / MIB, 2))
     for rows, x in inputs.items():
         graphs = {}
-        for limit, group in groups.items():
+        for name, group in groups.items():
+            if name.startswith("graphs") and int(name.split()[3]) < rows:
+                continue
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(rank.stream):
                 dist.all_reduce(x, group=group)
@@ -72,16 +90,15 @@ def worker(rank_id: int, world: int, port: int, label: str) -> None:
             with torch.cuda.graph(graph, stream=rank.stream):
                 for _ in range(20):
                     dist.all_reduce(x, group=group)
-            graphs[limit] = graph
-        seen: dict[int | None, list[float]] = {limit: [] for limit in groups}
+            graphs[name] = graph
+        seen: dict[str, list[float]] = {name: [] for name in graphs}
         for turn in range(ROUNDS):
-            order = list(graphs) if turn % 2 else list(graphs)[::-1]
-            for limit in order:
-                seen[limit].append(rank.time(graphs[limit], REPLAYS))
-        for limit, times in seen.items():
+            for name in list(graphs) if turn % 2 else list(graphs)[::-1]:
+                seen[name].append(rank.time(graphs[name], REPLAYS))
+        for name, times in seen.items():
             rank.say(
-                kind="latency", label=label, rows=rows, limit=limit, us=round(statistics.median(times), 3),
-                ratio=round(statistics.median(a / b for a, b in zip(times, seen[None], strict=True)), 4),
+                kind="latency", label=label, rows=rows, name=name, us=round(statistics.median(times), 3),
+                ratio=round(statistics.median(a / b for a, b in zip(times, seen[OWN], strict=True)), 4),
             )  # fmt: skip
     del keep
     rank.say(kind="done", label=label)
@@ -108,7 +125,7 @@ def main(
                     **({"LD_PRELOAD": preload} if preload else {}),
                 }  # fmt: skip
                 results += run_world(world, [label], ranks, seconds, Path(__file__).resolve())
-    console = Console(width=120)
+    console = Console(width=150)
     for world in sorted({r["world"] for r in results}):
         console.print(_table(world, [r for r in results if r["world"] == world]))
     if json_path is not None:
@@ -120,29 +137,30 @@ def _table(world: int, results: list[dict[str, Any]]) -> Table:
     from sglang_sm120.nccl.memory import Buffers, communicator_bytes
 
     table = Table(
-        title=f"NCCL, {world} ranks on one GPU (MPS): device memory per communicator and rank, us per all-reduce in "
-        "graphs (over NCCL's default in the same process)"
+        title=f"NCCL, {world} ranks on one GPU (MPS): device memory per communicator and rank, and us per all-reduce in "
+        "graphs (over NCCL's own choice in the same process)"
     )
-    for column in (
+    columns = (
         "environment",
+        "communicator",
         "max_ctas",
         "MiB",
         "MiB by formula",
         *(f"{r} rows" for r in ROWS),
-    ):
+    )
+    for column in columns:
         table.add_column(column, justify="right")
     buffers = {"default": Buffers(), "compact": Buffers(ll128=256 << 10)}
     for found in (r for r in results if r["kind"] == "memory"):
-        label, limit = found["label"], found["limit"]
+        label, name, limit = found["label"], found["name"], found["limit"]
         times = {
             r["rows"]: f"{r['us']:.1f} ({r['ratio']:.3f})"
             for r in results
-            if r["kind"] == "latency" and (r["label"], r["limit"]) == (label, limit)
+            if r["kind"] == "latency" and (r["label"], r["name"]) == (label, name)
         }
         formula = f"{communicator_bytes(limit, buffers[label]) / MIB:.0f}" if limit else "-"
-        table.add_row(
-            label, str(limit or "NCCL's"), f"{found['mib']:.1f}", formula, *(times.get(r, "-") for r in ROWS)
-        )  # fmt: skip
+        cells = (times.get(rows, "-") for rows in ROWS)
+        table.add_row(label, name, str(limit or "-"), f"{found['mib']:.1f}", formula, *cells)
     return table
 
 

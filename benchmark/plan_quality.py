@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.table import Table
 from sglang_sm120.comm import start
 from sglang_sm120.comm.candidates import Baseline, candidates_of, operations
+from sglang_sm120.comm.choosing import HANDICAP
 from sglang_sm120.comm.communicator import Communicator, Op
 from sglang_sm120.comm.plan import BASELINE
-from sglang_sm120.comm.planner import HANDICAP
 from sglang_sm120.fabric.islands import flat
 from sglang_sm120.fabric.versions import installed
 

@@ -14,9 +14,9 @@ import torch
 from sglang.srt.layers.layer_boundary import SumGroup, TokenAxis, UnreducedOutput
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.model_executor.runner import base_cuda_graph_runner
+from sglang_sm120.comm.choosing import PlanRefused
 from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op
 from sglang_sm120.comm.factory import Outcome
-from sglang_sm120.comm.planner import PlanRefused
 from sglang_sm120.hooks import all_reduce, census, cpu_all_reduce, fusion, gloo_census, rows
 from sglang_sm120.hooks import session as sessions
 from sglang_sm120.hooks.adapter import Sm120AllReduce, rows_of

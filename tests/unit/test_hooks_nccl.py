@@ -69,10 +69,11 @@ class Library:
 
 def test_communicator_of_a_named_group_gets_a_config(on_cuda, group):
     group("tp")
+    sessions.current().widest_bytes = 4 * 7168 * 2
     library = Library()
     library.ncclCommInitRank(8, None, 3)
     (config,) = library.configs
-    wanted = config_for("tp", captured=True, world=8)
+    wanted = config_for("tp", captured=True, widest_bytes=4 * 7168 * 2, world=8)
     assert library.plain == 0
     assert config.maxCTAs == wanted["max_ctas"] and config.commName.decode() == "sglang_tp_graph"
     assert config.graphUsageMode == config.cgaClusterSize == config.minCTAs == NCCL_CONFIG_UNDEF_INT
@@ -129,7 +130,7 @@ def test_torch_options_are_sglang_s_own_where_it_has_some_and_on_other_devices(
     assert nccl.torch_options(lambda name: None, "tp") is None
 
 
-def test_launcher_corrects_the_environment_and_workers_restore_it(monkeypatch):
+def test_launcher_corrects_the_environment_and_workers_restore_it(on_cuda, monkeypatch):
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     effective = nccl.check_environment(Options(enabled=True), 8, False)
     by_name = {e.name: e for e in effective}
@@ -141,6 +142,20 @@ def test_launcher_corrects_the_environment_and_workers_restore_it(monkeypatch):
     assert nccl.restore_environment(server_args=args, device="cuda", dist_port=1) is None
     assert nccl.os.environ["NCCL_ALGO"] == "allreduce:tree"
     monkeypatch.delenv("NCCL_LL128_BUFFSIZE", raising=False)
+
+
+def test_the_widest_captured_batch_is_known_before_the_first_communicator(on_cuda, monkeypatch):
+    decode = types.SimpleNamespace(bs=[1, 8, 16])
+    config = types.SimpleNamespace(graph=types.SimpleNamespace(cuda_graph_config=types.SimpleNamespace(decode=decode)))  # fmt: skip
+    monkeypatch.setattr(nccl, "get_exec", lambda: config)
+    monkeypatch.setattr(nccl, "max_speculative_num_draft_tokens", lambda: 4)
+    monkeypatch.setattr(nccl.ModelConfig, "from_server_args", lambda args: types.SimpleNamespace(hidden_size=7168))  # fmt: skip
+    nccl.restore_environment(server_args=types.SimpleNamespace(), device="cuda", dist_port=1)
+    assert sessions.current().widest_bytes == 16 * 4 * 7168 * 2
+    decode.bs = []
+    nccl.restore_environment(server_args=types.SimpleNamespace(), device="cuda", dist_port=1)
+    assert sessions.current().widest_bytes is None, "no graphs, no limit"
+    assert nccl.widest_bytes(None) is None
 
 
 def test_environment_that_cannot_work_and_settings_nccl_does_not_take_are_refused(monkeypatch):

@@ -197,7 +197,9 @@ def test_decode_gets_the_channels_that_nccl_would_use_itself() -> None:
     assert channels_used(57344, 8) == 2
     assert config_for("tp", captured=True, widest_bytes=57344)["max_ctas"] == 2
     assert config_for("tp", captured=True, widest_bytes=3 * 32768)["max_ctas"] == 3
-    assert config_for("tp", captured=True, widest_bytes=1 << 20)["max_ctas"] == 4
+    assert config_for("tp", captured=True, widest_bytes=1 << 20)["max_ctas"] == 32
+    assert config_for("tp", captured=True, widest_bytes=1 << 30)["max_ctas"] == 64
+    assert "max_ctas" not in config_for("tp", captured=True), "a guess might cost time"
 
 
 def test_overrides_by_group_name_win_over_the_star() -> None:

@@ -108,7 +108,9 @@ def test_session_says_who_died_and_how_far_this_rank_was(other, caplog, tmp_path
     me = Peer.here(0)
     peer = dataclasses.replace(me, rank=1, pid=other.pid)
     communicator = SimpleNamespace(
-        rank=0, calls=Counter({Op.ALL_REDUCE: 4, Op.ALL_REDUCE_RMSNORM: 3})
+        rank=0,
+        calls=Counter({Op.ALL_REDUCE: 4, Op.ALL_REDUCE_RMSNORM: 3}),
+        close=lambda: None,
     )
     adapter = SimpleNamespace(communicator=communicator, close=lambda: None)
     session = Session(Options(), "cpu", 0)

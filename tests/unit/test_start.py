@@ -16,10 +16,10 @@ import torch
 from prometheus_client import CollectorRegistry
 from sglang_sm120.comm import candidates, start
 from sglang_sm120.comm.candidates import Baseline
+from sglang_sm120.comm.choosing import PlanRefused
 from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op
 from sglang_sm120.comm.counters import CallCounters
 from sglang_sm120.comm.dispatch import PlannedCommunicator
-from sglang_sm120.comm.planner import PlanRefused
 from sglang_sm120.fabric import machine
 from sglang_sm120.fabric.islands import flat
 from sglang_sm120.fabric.software import SoftwareFabric, ThreadExchange, run_ranks
@@ -43,6 +43,7 @@ class Rig:
     us: dict[str, float] = field(default_factory=dict)
     made: list[str] = field(default_factory=list)
     wrong: str = ""  # schedule whose sums are wrong
+    uneven: str = ""  # schedule whose sums differ between ranks in their last bits
 
 
 class Backend(Communicator):
@@ -75,8 +76,11 @@ class Backend(Communicator):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         total = torch.stack(self._exchange(x)).float().sum(0).to(x.dtype)
-        if self.now.get((Op.ALL_REDUCE, x.shape[0]), ("", 0))[0] == self.rig.wrong != "":
+        schedule = self.now.get((Op.ALL_REDUCE, x.shape[0]), ("", 0))[0]
+        if schedule == self.rig.wrong != "":
             total[0, 0] += 1
+        if schedule == self.rig.uneven != "" and self.rank == 1 and bool((x != x.round()).any()):
+            total[0] *= 1.01
         return total
 
     def all_reduce_rmsnorm(self, x, residual, weight, eps, *, gemma=False):  # type: ignore[no-untyped-def]
@@ -235,6 +239,13 @@ def test_every_way_a_backend_can_run_must_prove_its_sums(monkeypatch, wrong, bac
     assert not ranks[0].plan.serves(backend)
     note = " ".join(ranks[0].plan.notes)
     assert f"the {backend} kernel gives wrong sums" in note and f"by {wrong}" in note
+
+
+def test_a_backend_that_gives_the_ranks_different_bits_does_not_serve(monkeypatch) -> None:
+    rig = Rig({"nccl": 30.0, "native": 10.0, "flashinfer": 1.0}, uneven="pcie_staged")
+    ranks = start_all(rig, monkeypatch)
+    assert ranks[0].plan.serves("native") and not ranks[0].plan.serves("flashinfer")
+    assert "the flashinfer kernel gives the ranks different bits (by pcie_staged on 8 CTAs)" in " ".join(ranks[0].plan.notes)  # fmt: skip
 
 
 def test_c33_a_kept_plan_with_flashinfer_makes_it_again_and_checks_it(

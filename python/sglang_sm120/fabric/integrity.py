@@ -6,6 +6,7 @@ the real kernel on data whose exact sum every rank can compute alone.
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 ROWS = (1, 4, 7, 32)
 ROUNDS = 8
+BITS_ROWS = 7
 
 
 def contribution(rank: int, seed: int, rows: int, hidden: int) -> torch.Tensor:
@@ -46,9 +48,10 @@ def check_sums(
         rounds: least number of calls.
 
     Returns:
-        Vetoes of `backend`, the same on every rank; empty when every element was right on every rank.
+        Vetoes of `backend`, the same on every rank; empty when every element was right on every rank, and all ranks
+        held the same bits of sums that round.
     """
-    problem = ""
+    problem, bits = "", {}
     try:
         ways = list(communicator.ways(Op.ALL_REDUCE))
         for turn in range(max(rounds, len(ways) * len(ROWS))):
@@ -67,14 +70,27 @@ def check_sums(
                     f"{int(wrong.sum())} of {wrong.numel()} sums wrong on {rows} rows{_by(way)}, first at row {row} "
                     f"column {column}: {got[row, column].item()}"
                 )
+        bits = {
+            _by(way) or " as it runs by itself": _bits(communicator, way, hidden, rank, device)
+            for way in ways
+        }
         for rows in ROWS:
             communicator.choose(Op.ALL_REDUCE, rows, hidden, "")
     except (
         Exception
     ) as error:  # must reach the other ranks as a text, or they would wait for this one
         problem = f"{type(error).__name__}: {error}"
-    told = exchange(problem)
-    bad = [(r, text) for r, text in enumerate(told) if text]
+    told = exchange((problem, bits))
+    bad = [(r, text) for r, (text, _) in enumerate(told) if text]
+    uneven = [way for way in told[0][1] if len({theirs.get(way) for _, theirs in told}) > 1]
+    if not bad and uneven:
+        return [
+            Veto(
+                target=backend,
+                reason=f"the {backend} kernel gives the ranks different bits ({uneven[0].strip()})",
+                remedy="pin another backend with --sm120-backend",
+            )
+        ]
     if not bad:
         return []
     shown = "; ".join(f"rank {r}: {text}" for r, text in bad[:4])
@@ -91,3 +107,17 @@ def check_sums(
 def _by(way: tuple[str, int]) -> str:
     schedule, ctas = way
     return f" by {schedule}" + (f" on {ctas} CTAs" if ctas else "") if schedule else ""
+
+
+def _bits(
+    communicator: Communicator, way: tuple[str, int], hidden: int, rank: int, device: str
+) -> str:
+    """Digest of a sum whose rounding depends on its order: all ranks must hold the same bits, right or not."""
+    rows = BITS_ROWS
+    communicator.choose(Op.ALL_REDUCE, rows, hidden, *way)
+    if not communicator.admits(Op.ALL_REDUCE, rows, hidden, torch.bfloat16):
+        return ""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(rows, hidden, generator=generator).to(device=device, dtype=torch.bfloat16)
+    total = communicator.all_reduce(x).cpu().view(torch.int16).numpy().tobytes()
+    return hashlib.sha256(total).hexdigest()[:16]

@@ -64,7 +64,9 @@ def memory(setting: Setting, *, plugin: bool = True, small_bytes: int = 64 * 102
         for captured in (False, True):
             default += communicator_bytes(min(DEFAULT_CHANNELS, BULK_CTAS))
             fields = config_for(group, captured=captured, widest_bytes=widest, world=world)
-            compact += communicator_bytes(int(fields["max_ctas"]))
+            # A limit above what NCCL makes by itself changes nothing.
+            limit = int(fields.get("max_ctas", DEFAULT_CHANNELS))
+            compact += communicator_bytes(min(limit, DEFAULT_CHANNELS, BULK_CTAS))
     nccl, small, slabs = default / MIB, compact / MIB, CHANNELS * slab / MIB
     weights = compute.weight_gib(model, roof)
     cache = compute.cache_kib_per_token(model, roof)

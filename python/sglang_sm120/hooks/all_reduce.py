@@ -15,8 +15,8 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_sm120.comm import factory
 from sglang_sm120.comm.candidates import Baseline, quantise
+from sglang_sm120.comm.choosing import PlanRefused
 from sglang_sm120.comm.communicator import CollectiveError
-from sglang_sm120.comm.planner import PlanRefused
 from sglang_sm120.hooks import rows
 from sglang_sm120.hooks import session as sessions
 from sglang_sm120.hooks.adapter import Sm120AllReduce

@@ -15,12 +15,14 @@ from typing import Any
 import msgspec
 import torch
 from rich.console import Console
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.device_communicators.pynccl_wrapper import (
     NCCL_CONFIG_UNDEF_INT,
     ncclConfig_t,
 )
 from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_exec, max_speculative_num_draft_tokens
 
 from sglang_sm120.comm import plan_cache
 from sglang_sm120.fabric.source import Live
@@ -35,6 +37,7 @@ from sglang_sm120.options import Options
 
 logger = logging.getLogger("sglang_sm120")
 
+BF16_BYTES = 2  # of an activation; wider dtypes are not served at speed anyway
 # Our field -> field of ncclConfig_t.
 _STRUCT_FIELDS = {
     "min_ctas": "minCTAs",
@@ -97,6 +100,7 @@ def init_rank_config(
     wanted = config_for(
         name,
         captured=True,
+        widest_bytes=sessions.current().widest_bytes,
         world=world_size,
         overrides=overrides_of(sessions.current().options),
         nccl_version=self.ncclGetVersion(),
@@ -158,10 +162,27 @@ def log_environment(effective: list[Effective]) -> None:
 
 
 def restore_environment(*args: Any, **kwargs: Any) -> None:
-    """Before `init_parallel_runtime`: NCCL reads its environment once, and a worker may not have inherited it."""
-    handed_down: Mapping[str, str] = getattr(kwargs["server_args"], "_sm120_nccl", {})
+    """Before `init_parallel_runtime`: NCCL reads its environment once, and a worker may not have inherited it.
+
+    Also the moment to learn what the communicators for CUDA graphs will carry at most.
+    """
+    server_args = kwargs["server_args"]
+    handed_down: Mapping[str, str] = getattr(server_args, "_sm120_nccl", {})
     for name, value in handed_down.items():
         os.environ[name] = value
+    sessions.current().widest_bytes = widest_bytes(server_args)
+
+
+def widest_bytes(server_args: Any) -> int | None:
+    """Bytes of the widest batch that graphs are captured for, per rank; None where it is not known yet."""
+    try:
+        sizes = get_exec().graph.cuda_graph_config.decode.bs
+        hidden = ModelConfig.from_server_args(server_args).hidden_size
+    except Exception as error:  # a model whose configuration cannot be read now is read again, and judged, by SGLang
+        logger.debug("sglang-sm120: the widest batch is not known: %s", error)
+        return None
+    tokens = max_speculative_num_draft_tokens() or 1
+    return max(sizes) * tokens * hidden * BF16_BYTES if sizes else None
 
 
 PART = Part(
