@@ -202,6 +202,13 @@ def test_decode_gets_the_channels_that_nccl_would_use_itself() -> None:
     assert "max_ctas" not in config_for("tp", captured=True), "a guess might cost time"
 
 
+def test_eager_groups_have_no_limit_where_nvlink_could_use_more() -> None:
+    assert "max_ctas" not in config_for("tp", pcie_only=False)
+    assert config_for("tp", captured=True, widest_bytes=57344, pcie_only=False)["max_ctas"] == 2
+    given = {"tp": {"max_ctas": 5}}
+    assert config_for("tp", overrides=given, pcie_only=False)["max_ctas"] == 5
+
+
 def test_overrides_by_group_name_win_over_the_star() -> None:
     given_ = {"*": {"max_ctas": 16}, "tp": {"max_ctas": 3, "cga_cluster_size": 0}}
     assert config_for("tp:device", overrides=given_)["max_ctas"] == 3

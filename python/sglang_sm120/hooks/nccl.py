@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from sglang.srt.runtime_context import get_exec, max_speculative_num_draft_token
 
 from sglang_sm120.comm import plan_cache
 from sglang_sm120.fabric.source import Live
-from sglang_sm120.fabric.topology import discover
+from sglang_sm120.fabric.topology import Topology, discover
 from sglang_sm120.fabric.versions import installed, nccl_build, nccl_library
 from sglang_sm120.hooks import session as sessions
 from sglang_sm120.hooks.all_reduce import current_group
@@ -48,6 +49,12 @@ _STRUCT_FIELDS = {
 }
 
 
+@lru_cache(maxsize=1)
+def machine() -> Topology:
+    """This machine's GPUs and how they are linked."""
+    return discover(Live())
+
+
 def overrides_of(options: Options) -> dict[str, dict[str, ConfigValue]]:
     """The user's settings by group; {} when none were given."""
     return msgspec.json.decode(options.nccl_config or "{}")
@@ -62,7 +69,10 @@ def torch_options(original: Callable[..., Any], group_name: str | None = None) -
     version = ".".join(str(part) for part in torch.cuda.nccl.version())
     made = torch.distributed.ProcessGroupNCCL.Options()
     wanted = config_for(
-        group_name or "world", overrides=overrides_of(session.options), nccl_version=version
+        group_name or "world",
+        overrides=overrides_of(session.options),
+        nccl_version=version,
+        pcie_only=machine().pcie_only,
     )
     for field, value in wanted.items():
         if hasattr(made.config, field):
@@ -131,7 +141,7 @@ def check_environment(options: Options, world: int, sub_groups: bool) -> list[Ef
         config_for("tp" if group == "*" else group, overrides=overrides)
     library = nccl_library()
     version, cuda = nccl_build(library) if library else ("", "")
-    topology = discover(Live())
+    topology = machine()
     findings = check(
         os.environ,
         nccl_version=version,

@@ -57,6 +57,7 @@ def config_for(
     world: int = 8,
     overrides: Mapping[str, Mapping[str, ConfigValue]] | None = None,
     nccl_version: str = "",
+    pcie_only: bool = True,
 ) -> dict[str, ConfigValue]:
     """Fields of `ncclConfig_t` for one communicator; only fields to be set are present.
 
@@ -68,6 +69,8 @@ def config_for(
         world: ranks of the group.
         overrides: user's settings by group name; "*" applies to every group, the exact name wins.
         nccl_version: fields that this release does not know are left out; "" knows all.
+        pcie_only: no NVLink between any two GPUs. Where there is, prefill uses more channels than fill a PCIe link, and
+            the plugin sets no limit on eager communicators.
 
     Returns:
         A dict with keys of `FIELDS`. `cga_cluster_size` and `graph_usage_mode` appear only when the user asks:
@@ -78,7 +81,7 @@ def config_for(
     """
     name = group_name.split(":")[0]
     fields: dict[str, ConfigValue] = {"comm_name": f"sglang_{name}{'_graph' if captured else ''}"}
-    limit = _ctas(name, captured, widest_bytes, world)
+    limit = _ctas(name, captured, widest_bytes, world) if captured or pcie_only else None
     if limit is not None:
         fields["max_ctas"] = limit
     for key in ("*", name):
