@@ -17,6 +17,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel, get_server_args, get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_sm120.comm.share import share_from_rank_0
 from sglang_sm120.hooks import session as sessions
 from sglang_sm120.hooks.adapter import Sm120AllReduce
 from sglang_sm120.hooks.contract import Binding, Part, Target
@@ -25,14 +26,12 @@ logger = logging.getLogger("sglang_sm120")
 
 # What the sampler writes and SGLang broadcasts right after, in the order of its parameters.
 RESULTS = ("predicts", "accept_index", "accept_token_num")
-ROW = 8  # elements; our kernels take rows of multiples of it
 
 
 class Shared:
     """Tensors that all ranks have already, until SGLang asks for their broadcast."""
 
     def __init__(self) -> None:
-        self.packed = 0
         self._group: Any = None
         self._tensors: list[torch.Tensor] = []
 
@@ -40,24 +39,10 @@ class Shared:
         """Give every rank rank 0's values in one sum; False if the communicator does not take it."""
         self._tensors = []
         adapter = getattr(group, "ca_comm", None)
-        if (
-            group.world_size == 1
-            or not isinstance(adapter, Sm120AllReduce)
-            or adapter.disabled
-            or any(t.dtype != torch.int32 or not t.is_contiguous() for t in tensors)
-        ):
+        if group.world_size == 1 or not isinstance(adapter, Sm120AllReduce) or adapter.disabled:
             return False
-        halves = 2 * sum(t.numel() for t in tensors)
-        row = torch.zeros(1, -(-halves // ROW) * ROW, dtype=torch.float32, device=tensors[0].device)
-        if not adapter.admits_sum(row):
+        if not share_from_rank_0(adapter.communicator, tensors):
             return False
-        if group.rank_in_group == 0:
-            # Halves of 16 bits are exact in fp32, whatever the integers are.
-            row[0, :halves] = torch.cat([t.view(-1) for t in tensors]).view(torch.int16)
-        values = adapter.communicator.all_reduce(row)[0, :halves].to(torch.int16).view(torch.int32)
-        for tensor, part in zip(tensors, values.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
-        self.packed += 1
         self._group, self._tensors = group, list(tensors)
         return True
 
