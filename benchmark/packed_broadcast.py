@@ -81,7 +81,7 @@ def worker(number: int, world: int, port: int) -> None:
         ways = {"nccl": broadcasts, "packed": packed}
         record: dict[str, Any] = {"kind": "packed", "requests": requests}
         graphs = {
-            name: rank.capture(Way(name, call, lambda: tensors[0], False))
+            name: rank.capture(Way(name, call, lambda held=tensors: held[0], False))
             for name, call in ways.items()
         }
         seen: dict[str, list[float]] = {name: [] for name in ways}
