@@ -1,7 +1,8 @@
 """Adaptive speculation on a real server: lengths follow acceptance, tokens do not, and fusion stays on.
 
-Rig: CPU server, TP 2, DeepSeek-style tiny model with its EAGLE-3 head; costs are this CPU's, so only directions
-are asserted. Acceptance follows a script: a test plugin spoils drafts while a file says so.
+Rig: CPU server, TP 2, DeepSeek-style tiny model with its EAGLE-3 head. Acceptance and the times of passes follow a
+script: a test plugin spoils drafts while a file says so and moves the clock that the policy reads, so the choices do
+not depend on how busy this machine is. One prompt at a time: passes come in the same order in every run.
 """
 
 from __future__ import annotations
@@ -22,12 +23,9 @@ from sglang_sm120.sim.server import Generation, SimServer, eagle3_flags
 
 pytest.importorskip("sglang")
 
-# The lengths follow times measured while the server runs, so a loaded machine may rightly choose others: `make soak`.
-pytestmark = pytest.mark.soak
-
 SCRIPTED = Path(__file__).parent / "scripted"
-# Rounds of all prompts at once: enough passes for the policy to notice, leave and come back.
-ROUNDS = {"good": 3, "spoiled": 5, "good again": 6}
+# Rounds of all prompts: enough passes for the policy to notice, leave and come back.
+ROUNDS = {"good": 1, "spoiled": 1, "good again": 2}
 CANDIDATES = [0, 1, 3, 5]
 
 
@@ -99,9 +97,7 @@ def script(built, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
             control.write_text("spoil" if name == "spoiled" else "leave")
             phase = phases[name] = Phase()
             for _ in range(rounds):
-                phase.answers.append(
-                    server.generate(prompts, max_new_tokens=NEW_TOKENS, concurrency=len(prompts))
-                )
+                phase.answers.append(server.generate(prompts, max_new_tokens=NEW_TOKENS))
         yield Script(model, phases, server.log_text(), settled_reports(stats))
 
 
@@ -111,13 +107,15 @@ def chosen_steps(log: str) -> list[int]:
 
 
 def test_steps_follow_acceptance(script):
-    good, spoiled, again = (script.phases[name].accept_length() for name in ROUNDS)
-    assert good > 1.8
-    assert spoiled < 1.15, "spoiled drafts are never accepted"
-    assert again > 1.5, "drafting came back"
+    good, spoiled, again = (script.phases[name] for name in ROUNDS)
     settled = chosen_steps(script.log)
-    assert 0 in settled, "it stops drafting when nothing is accepted"
-    assert max(settled[settled.index(0) :]) >= 1, "and drafts again when drafts are good"
+    # Best by the scripted times: 5 steps while drafts are good, none while every draft is wrong.
+    stop = settled.index(0)
+    assert 5 in settled[:stop], settled
+    assert settled[-1] == 5, settled
+    assert good.accept_length() > 2.5
+    assert again.accept_length() > 2.5, "drafting came back"
+    assert spoiled.accept_length() < 1.15, "spoiled drafts are never accepted"
 
 
 def test_the_policy_is_ours_and_says_why(script):
