@@ -22,7 +22,7 @@ Exchange = Callable[
 ]  # all_gather of a picklable object: one entry per rank, in rank order
 
 VERSION: Final = 1  # of the JSON form; a cached plan of another version is not used
-BASELINE: Final = "nccl"  # what SGLang does without this plugin
+BASELINE: Final = "nccl"  # what SGLang does without this plugin; on CPU tensors that is gloo
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,9 +143,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """The plan as a table, one row per range of rows."""
         islands = " ".join("{" + ",".join(map(str, i)) + "}" for i in self.islands)
         out = Table(title=f"SM120 plan {self.digest()}, group {self.group}, islands {islands}")
-        for column in ("operation", "rows", "KiB", "serves", "us", "NCCL us", "from"):
+        for column in ("operation", "rows", "KiB", "serves", "us", "SGLang us", "from"):
             out.add_column(
-                column, justify="right" if column in ("rows", "KiB", "us", "NCCL us") else "left"
+                column, justify="right" if column in ("rows", "KiB", "us", "SGLang us") else "left"
             )
         for op in self._by_op:
             for first, last, c in self.ranges(op):
