@@ -32,12 +32,30 @@ class FamilyName(str, Enum):
 
     deepseek = "deepseek"
     llama = "llama"
+    kimi_proxy = "kimi-proxy"
 
 
 def command(
     model: Annotated[
-        FamilyName, typer.Option(help="DeepSeek-V3 style (MLA + experts, as Kimi-K2.5) or Llama.")
+        FamilyName,
+        typer.Option(
+            help="DeepSeek-V3 style (MLA + experts, as Kimi-K2.5) or Llama; with --gpu also Kimi-K2.5's true shapes."
+        ),
     ] = FamilyName.deepseek,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Run all ranks on this machine's first GPU, under MPS.")
+    ] = False,
+    ranks: Annotated[int, typer.Option(min=2, max=8, help="Ranks with --gpu.")] = 2,
+    servers: Annotated[
+        str,
+        typer.Option(help="Servers with --gpu: plain, eagle3, pcie_ipc, kernels, compact, plugin."),
+    ] = "plain,eagle3,plugin",
+    flashinfer: Annotated[
+        str, typer.Option(help="Folder with FlashInfer for pcie_ipc, if it is not installed.")
+    ] = "",
+    logs: Annotated[
+        Path | None, typer.Option(help="Keep logs and traces of --gpu in this folder.")
+    ] = None,
     prompts: Annotated[int, typer.Option(min=1, max=64, help="Prompts sent to each server.")] = 16,
     tokens: Annotated[int, typer.Option(min=8, max=96, help="Tokens per answer.")] = 64,
     cache: Annotated[
@@ -47,6 +65,16 @@ def command(
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file too.")] = None,
 ) -> None:
     """Serve a tiny model three times (plain, EAGLE-3, EAGLE-3 + the plugin) and compare every token."""
+    if gpu:
+        from sglang_sm120.cli import demo_gpu
+
+        demo_gpu.run(
+            model.value, ranks, tuple(servers.split(",")), prompts=min(prompts, 8), tokens=tokens, cache=cache,
+            json=json, flashinfer=flashinfer, folder=logs,
+        )  # fmt: skip
+        return
+    if model is FamilyName.kimi_proxy:
+        raise typer.BadParameter("kimi-proxy needs --gpu: a CPU would take hours for it")
     console = Console()
     family: models.Family = "deepseek" if model is FamilyName.deepseek else "llama"
     folder = Path(tempfile.mkdtemp(prefix="sglang-sm120-demo-"))

@@ -398,14 +398,15 @@ class SimServer:
 
 def _server_env(changes: Mapping[str, str | None]) -> dict[str, str]:
     env = dict(os.environ)
-    env.setdefault("SGLANG_PLATFORM", "sm120_sim")
+    if "SGLANG_PLATFORM" not in changes:
+        env.setdefault("SGLANG_PLATFORM", "sm120_sim")
     env.update(
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_OFFLINE="1",
         TOKENIZERS_PARALLELISM="false",
         PYTHONUNBUFFERED="1",
     )
-    if env["SGLANG_PLATFORM"] == "sm120_sim":
+    if changes.get("SGLANG_PLATFORM", env.get("SGLANG_PLATFORM")) == "sm120_sim":
         # SGLang looks for CUDA before it looks at the platform.
         env["CUDA_VISIBLE_DEVICES"] = ""
     for name, value in changes.items():

@@ -32,8 +32,8 @@ FLAGS: tuple[str, ...] = (
 
 # SGLang picks the platform itself; its memory check takes the other ranks for an intruder. With NCCL's default number
 # of CTAs the kernels of four ranks cannot all be resident, and the capture of a graph never ends.
-ENVIRONMENT: dict[str, str] = {
-    "SGLANG_PLATFORM": "cuda",
+ENVIRONMENT: dict[str, str | None] = {
+    "SGLANG_PLATFORM": None,
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_MAX_CTAS": "4",
