@@ -63,7 +63,7 @@ class Native:
         self.name = "mailbox" if host else "native"
         self.host, self.sweep, self.world = host, sweep, world
         self.comm = NativeCommunicator(
-            "bench", rank, world, exchange, capacity_bytes=capacity, timeout_ms=2000,
+            "bench", rank, world, exchange, capacity_bytes=capacity, timeout_ms=2000, early_launch=True,
             ways=slab.HOST_WAYS if host else slab.PEER_WAYS,
         )  # fmt: skip
         self.out: torch.Tensor | None = None

@@ -93,7 +93,7 @@ class Pair:
         self.addresses = [self.lib.slab_ipc_allocate(nbytes) for _ in range(2)]
         self.ranks = [
             NativeCommunicator(
-                name, rank, 2, lambda mine: [mine] * 2, capacity_bytes=CAPACITY, timeout_ms=2000,
+                name, rank, 2, lambda mine: [mine] * 2, capacity_bytes=CAPACITY, timeout_ms=2000, early_launch=True,
                 slabs=Slabs(list(self.addresses), nbytes, "ipc"),
             )
             for rank in range(2)

@@ -182,6 +182,7 @@ void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
   p.weight_f32 = call.weight_f32;
   p.codec = static_cast<uint8_t>(codec);
   p.partial = static_cast<uint8_t>(partial);
+  p.early = call.pdl;
   p.ahead = ahead_;
   p.ahead_count = ahead_count_;
 
@@ -226,6 +227,9 @@ void Channel::launch_flat(const void* kernel, const Call& call, Params& p, Geome
   while (1u << p.cluster_log2 < g.cluster) ++p.cluster_log2;
   p.units = units;
   p.row_stride = g.ctas / g.cluster * g.rows_per_cta;
+  // Rows that a warp takes in turn leave copies of the sums it owns in its own inbox: the next call must clear them too,
+  // which it does with everything when the cross region, unused here, counts as touched.
+  if (call.schedule == Schedule::kTwoShot && p.row_stride < p.rows) p.touched_cross = 1;
   const bool joined = norm && g.cluster > 1;
   if (threads == 0 || threads > kMaxThreads || g.ctas > kMaxCtas || g.rows_per_cta > 4 ||
       units > kMostUnits || 1u << p.cluster_log2 != g.cluster || g.ctas % g.cluster != 0 ||

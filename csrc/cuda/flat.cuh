@@ -377,7 +377,7 @@ struct Flat {
       y[j] = uint4{0, 0, 0, 0};
       if (has(j)) y[j] = ptx::ld_stream(x_at + j * kUnit);
     }
-    ptx::launch_dependents();
+    if (p.early) ptx::launch_dependents();
     const uint32_t epoch = state.epoch;
     const uint32_t slot = epoch % kSlots;
     const uint32_t previous = slot == 0 ? kSlots - 1 : slot - 1;

@@ -408,7 +408,7 @@ struct General {
 #pragma unroll 1
       for (uint32_t t = warp; t < p.tiles_per_row; t += blockDim.x / 32) scatter(row, t);
     }
-    ptx::launch_dependents();
+    if (p.early) ptx::launch_dependents();
     if (blockIdx.x == 0 && warp == 0) push_record(p, epoch, slot, previous);
     {
       char* base = p.peer[p.rank] + (p.slot0 + previous * p.slot_bytes);

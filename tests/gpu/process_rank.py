@@ -69,7 +69,7 @@ def main() -> None:
     exchange: Any = process_group_exchange(dist.group.WORLD)
     communicator = NativeCommunicator(
         "processes", rank, world, exchange, capacity_bytes=2 << 20, ways=ways.split(","),
-        timeout_ms=500 if scenario == "kill" else 5000,
+        timeout_ms=500 if scenario == "kill" else 5000, early_launch=True,
     )  # fmt: skip
     (die_or_report if scenario == "kill" else check_sums)(communicator, rank, world)
     sys.stdout.flush()

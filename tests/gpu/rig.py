@@ -48,6 +48,7 @@ class VirtualGroup:
                 islands=islands,
                 capacity_bytes=capacity_bytes,
                 timeout_ms=timeout_ms,
+                early_launch=True,  # nothing else runs on this GPU
                 slabs=Slabs(list(self.slabs), nbytes, "ipc"),
                 **options,
             )

@@ -49,6 +49,23 @@ def test_sum_is_canonical_in_every_flat_schedule(world: int, dtype: torch.dtype)
                     assert same_bits(got, canonical_sum(parts)), (schedule, rows, hidden)
 
 
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_rows_in_turn_and_rows_at_once_may_follow_each_other(world: int) -> None:
+    # With rows in turn a rank keeps copies of its own sums in its inbox; a call with all rows at once must clear them.
+    rows, hidden = 32, 1024
+    in_turn, at_once = How("two_shot", 1, 4, 1, 8), How("two_shot", 1, 4, 1, 32)
+    with VirtualGroup(world) as group:
+        for call in range(24):
+            how = in_turn if call % 5 in (0, 3) else at_once
+            group.pin(Op.ALL_REDUCE_RMSNORM, rows, how)
+            parts, residual, weight = inputs(world, rows, hidden, seed=call)
+            total = canonical_sum(parts)
+            for normed, residual_out in group.norm(parts, residual, weight):
+                exact, expected = reference_norm(total, residual, weight)
+                assert same_bits([residual_out], expected), (call, how)
+                assert ulps(normed, exact) <= 1
+
+
 @pytest.mark.parametrize("world", sorted(PARTITIONS))
 @pytest.mark.parametrize("fp32_partials", [False, True])
 def test_islands_sum_canonically_in_every_schedule(world: int, fp32_partials: bool) -> None:

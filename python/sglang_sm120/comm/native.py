@@ -99,6 +99,7 @@ class NativeCommunicator(Communicator):
         numa_node: int = -1,
         channel: int = 0,
         largest_bytes: int | None = None,
+        early_launch: bool | None = None,
         library: Any = None,
         slabs: slab.Slabs | None = None,
     ) -> None:
@@ -116,6 +117,8 @@ class NativeCommunicator(Communicator):
             ways: how slabs may be shared, see `slab.share`.
             channel: number of this channel, for error texts.
             largest_bytes: decline larger calls (rows x hidden x item size); None is no such limit.
+            early_launch: allow it at all; by default where no other rank shares the GPU. Kernels that were
+                scheduled early wait in the multiprocessors, and may keep out what another rank waits for.
             library, slabs: given by tests that put several ranks into one process.
 
         Raises:
@@ -170,6 +173,7 @@ class NativeCommunicator(Communicator):
             str(getattr(gpu, "uuid", rank))
         )  # and nobody pushes before all slabs are clear
         crowd = max(devices.count(device) for device in devices)
+        self._early = crowd == 1 if early_launch is None else early_launch
         self._crowded = crowd * 16 * 2 > gpu.multi_processor_count
         self._roomy = crowd * 32 * 2 <= gpu.multi_processor_count
         self._clusters = gpu.major >= 9
@@ -321,7 +325,7 @@ class NativeCommunicator(Communicator):
             self._use_bound(captured if torch.cuda.is_current_stream_capturing() else eager)
         self.calls[op] += 1
         how = self.how(op, x.numel() // x.shape[-1], x.shape[-1], x.element_size())
-        flags = self._flags | (0 if how.early_launch else 4)
+        flags = self._flags | (0 if how.early_launch and self._early else 4)
         return [
             SCHEDULES.index(how.schedule), flags, how.cluster, how.group_warps, how.rows_per_cta, how.ctas,
         ]  # fmt: skip
