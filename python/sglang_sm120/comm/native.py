@@ -384,31 +384,47 @@ class NativeCommunicator(Communicator):
                 )
         if why == _MISMATCH:
             return f"{where}: call mismatch: this rank called {what}, rank {source} something else"
+        waited_for = (
+            f"this rank waited for rank {source}, phase {_PHASES[phase]}, tile {tile}, "
+            f"bound {waited / 1e6:.0f} ms"
+        )
+        if not missing and why != _LEFT:
+            return (
+                f"{where}: all ranks began {what}, but data of rank {source} did not arrive: its GPU could not run "
+                f"the whole kernel beside other work, or its stores are lost ({waited_for})"
+            )
         named = missing or [source]
         ranks = " and ".join(str(rank) for rank in named)
         verb = "are" if len(named) > 1 else "is"
         noun = "ranks" if len(named) > 1 else "rank"
         found = ", as another rank found" if why == _LEFT else ""
-        return (
-            f"{where}: {noun} {ranks} {verb} missing in {what}{found} (this rank waited for rank {source}, "
-            f"phase {_PHASES[phase]}, tile {tile}, bound {waited / 1e6:.0f} ms)"
-        )
+        return f"{where}: {noun} {ranks} {verb} missing in {what}{found} ({waited_for})"
 
     def _who_called(self, call: int) -> tuple[list[int], dict[int, tuple[int, int, int, int]]]:
         """(ranks that have not begun `call`, the shapes of those that have), from the call records."""
         missing: list[int] = []
         others: dict[int, tuple[int, int, int, int]] = {}
         with contextlib.suppress(RuntimeError):
-            records = list(self._lib.cuda_records(self._handle, call, self.world))
-            for rank in range(self.world):
-                epoch, rows, hidden, op, dtype = records[rank * 5 : rank * 5 + 5]
-                if rank == self.rank:
+            # A later call clears this call's records: who is found there has been here.
+            later = {
+                rank
+                for ahead in (1, 2)
+                for rank, record in enumerate(self._records(call + ahead))
+                if record[0] > call
+            }
+            for rank, (epoch, rows, hidden, op, dtype) in enumerate(self._records(call)):
+                if rank == self.rank or rank in later:
                     continue
                 if epoch < call:
                     missing.append(rank)
                 elif epoch == call:
                     others[rank] = (rows, hidden, op, dtype)
         return missing, others
+
+    def _records(self, call: int) -> list[tuple[int, int, int, int, int]]:
+        """Per rank (epoch, rows, hidden, op, dtype) of the call in that call's slot; -1 where none arrived."""
+        flat = list(self._lib.cuda_records(self._handle, call, self.world))
+        return [tuple(flat[i : i + 5]) for i in range(0, len(flat), 5)]
 
     def recover(self, exchange: slab.Exchange) -> None:
         """Start afresh after a failure: every rank clears its slab and counters. Collective."""
