@@ -63,11 +63,15 @@ def test_graphs_of_different_sizes_eager_calls_and_other_streams_take_turns(worl
                     assert out is not None and torch.equal(out, canonical_sum(parts))
 
 
-def test_soak_a_hundred_thousand_calls_in_replays() -> None:
-    with VirtualGroup(2) as group:
-        captured = Captured(group, 2, 1024, 100, seed=3)
+@pytest.mark.parametrize(
+    ("world", "calls", "replays"),
+    [(2, 100, 1000), pytest.param(2, 1, 1_000_000, marks=pytest.mark.soak)],
+)
+def test_long_runs_of_replays(world: int, calls: int, replays: int) -> None:
+    with VirtualGroup(world) as group:
+        captured = Captured(group, 2, 1024, calls, seed=3)
         captured.replay(0)
-        for _ in range(1000):
+        for _ in range(replays):
             for rank, graph in enumerate(captured.graphs):
                 with torch.cuda.stream(group.streams[rank]):
                     graph.replay()
