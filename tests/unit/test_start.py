@@ -6,6 +6,7 @@ Ranks are threads; the backends sum for real through a `ThreadExchange` and are 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
-from sglang_sm120.comm import candidates, start
+from sglang_sm120.comm import candidates, cuda_library, start
 from sglang_sm120.comm.candidates import Baseline
 from sglang_sm120.comm.choosing import PlanRefused
 from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op
 from sglang_sm120.comm.counters import CallCounters
 from sglang_sm120.comm.dispatch import PlannedCommunicator
 from sglang_sm120.fabric import machine
+from sglang_sm120.fabric.driver import NoAccess
 from sglang_sm120.fabric.islands import flat
 from sglang_sm120.fabric.software import SoftwareFabric, ThreadExchange, run_ranks
 from sglang_sm120.fabric.verdict import Verdict, Veto
@@ -316,3 +318,24 @@ def test_who_competes_is_a_function_of_the_verdict() -> None:
     assert not start.competes("flashinfer", "native", verdict)
     verdict.veto(Veto(target="p2p", reason="NCCL_P2P_DISABLE=1", wish=True))
     assert not start.competes("mailbox", "native", verdict)
+
+
+def test_without_the_cuda_library_on_one_rank_nothing_is_probed_on_any(monkeypatch) -> None:
+    rank_of = threading.local()
+
+    def missing() -> object:
+        if rank_of.rank == 1:
+            raise cuda_library.CudaLibraryMissing("no CUDA toolkit found")
+        return object()
+
+    monkeypatch.setattr(cuda_library, "cuda_library", missing)
+    meet = ThreadExchange(2)
+
+    def body(rank: int) -> str:
+        rank_of.rank = rank
+        with pytest.raises(NoAccess) as error:
+            start.gpu_edges(rank, 2, meet.of(rank), torch.device("cuda", 0))()
+        return str(error.value)
+
+    texts = run_ranks(2, body)
+    assert texts[0] == texts[1] and "rank 1: no CUDA toolkit found" in texts[0]

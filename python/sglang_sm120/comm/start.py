@@ -17,7 +17,7 @@ from sglang_sm120.comm.dispatch import PlannedCommunicator
 from sglang_sm120.comm.plan import Exchange, Plan
 from sglang_sm120.comm.planner import Candidate, Request
 from sglang_sm120.fabric import islands as isl
-from sglang_sm120.fabric.driver import EdgeDriver
+from sglang_sm120.fabric.driver import EdgeDriver, NoAccess
 from sglang_sm120.fabric.verdict import Verdict, Veto, host_vetoes, user_vetoes, version_vetoes
 from sglang_sm120.fabric.versions import Versions
 
@@ -197,14 +197,20 @@ def gpu_edges(
 
     def join() -> EdgeDriver:
         from sglang_sm120.comm import slab
-        from sglang_sm120.comm.cuda_library import cuda_library
+        from sglang_sm120.comm.cuda_library import CudaLibraryMissing, cuda_library
         from sglang_sm120.fabric.gpu_driver import GpuDriver
 
+        library, problem = None, ""
+        try:
+            library = cuda_library()
+        except CudaLibraryMissing as missing:  # told together: the next step waits for every rank
+            problem = str(missing)
+        told = [f"rank {r}: {text}" for r, text in enumerate(exchange(problem)) if text]
+        if told:
+            raise NoAccess(f"the probe's kernels are missing ({'; '.join(told)})")
         index = device.index if device.index is not None else torch.cuda.current_device()
         ways = slab.HOST_WAYS if mailbox else slab.PEER_WAYS
-        return GpuDriver.join(
-            rank, world, exchange, library=cuda_library(), device=index, ways=ways
-        )
+        return GpuDriver.join(rank, world, exchange, library=library, device=index, ways=ways)
 
     return join
 
