@@ -185,7 +185,7 @@ def sim_launch(family: str) -> tuple[list[str], dict[str, str], str, dict[str, l
 
 def reason(error: Exception) -> str:
     """The last line of a failed server's log that names an error, or the error's own first line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip(" -") for line in str(error).splitlines() if line.strip(" -")]
     named = [x for x in lines[1:] if ("Error" in x or "error" in x) and "details" not in x]
     return (named[-1] if named else lines[0])[:200]
 
