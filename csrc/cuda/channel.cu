@@ -12,6 +12,9 @@ namespace {
 constexpr uint32_t kSmallRows = 64;  // up to here a call uses at most kSmallCtas
 constexpr uint32_t kSmallCtas = 16;
 constexpr uint32_t kLargeCtas = 32;
+// Below this many bytes a mailbox call is latency: a first look at one vector would only cost its
+// round trip.
+constexpr uint64_t kScoutBytes = 64 << 10;
 
 uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
@@ -183,6 +186,9 @@ void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
   p.codec = static_cast<uint8_t>(codec);
   p.partial = static_cast<uint8_t>(partial);
   p.early = call.pdl;
+  p.scout = config_.host_memory &&
+            static_cast<uint64_t>(call.shape.rows) * call.shape.hidden * dtype_bytes(call.dtype) >
+                kScoutBytes;
   p.ahead = ahead_;
   p.ahead_count = ahead_count_;
 
@@ -227,8 +233,9 @@ void Channel::launch_flat(const void* kernel, const Call& call, Params& p, Geome
   while (1u << p.cluster_log2 < g.cluster) ++p.cluster_log2;
   p.units = units;
   p.row_stride = g.ctas / g.cluster * g.rows_per_cta;
-  // Rows that a warp takes in turn leave copies of the sums it owns in its own inbox: the next call must clear them too,
-  // which it does with everything when the cross region, unused here, counts as touched.
+  // Rows that a warp takes in turn leave copies of the sums it owns in its own inbox: the next call
+  // must clear them too, which it does with everything when the cross region, unused here, counts
+  // as touched.
   if (call.schedule == Schedule::kTwoShot && p.row_stride < p.rows) p.touched_cross = 1;
   const bool joined = norm && g.cluster > 1;
   if (threads == 0 || threads > kMaxThreads || g.ctas > kMaxCtas || g.rows_per_cta > 4 ||

@@ -123,6 +123,14 @@ struct Flat {
     clear_units(base + p.gather_offset, state.gather, me, threads);
   }
 
+  // Wait for the last vector of tile j in the K inboxes from `first` on.
+  template <int K = 1>
+  __device__ __forceinline__ void scout_tile(int j, const char* first, uint32_t stride,
+                                             uint32_t want) const {
+    const uint32_t lanes = __ballot_sync(~0u, has(j));
+    if (lanes != 0) scout<K>(p, first + (31 - __clz(lanes)) * kVec, stride, want, note);
+  }
+
   // Sum kBatch tiles from tile j over all ranks: mine is y, the others lie from inbox index `index`
   // on. The rounded sums are left in y.
   template <class Meanwhile>
@@ -135,6 +143,7 @@ struct Flat {
     if constexpr (kWorld == 2) {
       // The order of two addends does not matter: poll the other's part only.
       const uint32_t other = 1u - p.rank;
+      if (p.scout) scout_tile(j, at(p.rank, (index * 2 + other) * kUnit), 0, 1u);
       uint4 v[kBatch];
       poll<kBatch>(
           p, at(p.rank, (index * 2 + other) * kUnit + lane * kVec), 2 * kUnit, v,
@@ -149,7 +158,11 @@ struct Flat {
         uint4 v[kChunk];
 #pragma unroll
         for (int k = 0; k < kChunk; ++k) v[k] = y[0];
-        const uint32_t others = has(j) ? ((1u << kChunk) - 1u) & ~(1u << p.rank >> c) : 0u;
+        const uint32_t everyone = ((1u << kChunk) - 1u) & ~(1u << p.rank >> c);
+        const uint32_t others = has(j) ? everyone : 0u;
+        if (p.scout) {
+          scout_tile<kChunk>(j, at(p.rank, (index * kWorld + c) * kUnit), kUnit, everyone);
+        }
         const char* from = at(p.rank, (index * kWorld + c) * kUnit + lane * kVec);
         const auto named = [&](uint32_t k) { return name(k, c); };
         if (c == 0) {
@@ -190,6 +203,10 @@ struct Flat {
 #pragma unroll
     for (int k = 0; k < kStep; ++k) {
       if (has(j + k) && !(single && owns(t + k))) want |= 1u << k;
+    }
+    // Tiles kept in shared memory leave no registers for it.
+    if (!kKeep && p.scout && !(single && owns(t))) {
+      scout_tile(j, at(p.rank, p.gather_offset + t * kUnit), 0, 1u);
     }
     poll<kStep>(
         p, at(p.rank, p.gather_offset + t * kUnit + lane * kVec), kUnit, y, want, note,
@@ -387,6 +404,7 @@ struct Flat {
     for (uint32_t row = first_row; row < p.rows; row += p.row_stride) {
       if (row != first_row) load_x(row, y);
       scatter(row, y);
+      if (!kTwoShot && p.tail_fence) break;  // the others follow one row ahead of the sums
     }
     if constexpr (kKeep) {
 #pragma unroll
@@ -427,6 +445,11 @@ struct Flat {
     uint32_t parity = 0;
 #pragma unroll 1
     for (uint32_t row = first_row; row < p.rows; row += p.row_stride, parity ^= 1) {
+      if (!kTwoShot && p.tail_fence && row + p.row_stride < p.rows) {
+        // Both directions of the link at once: push the next row, then read this one.
+        load_x(row + p.row_stride, y);
+        scatter(row + p.row_stride, y);
+      }
       if (!kKeep && !kTwoShot && !single) load_x(row, y);
       finish(row, single, y, shared.row[parity][group], meanwhile);
     }

@@ -68,6 +68,7 @@ struct Params {
   uint8_t codec;
   uint8_t partial;
   uint8_t tail_fence;     // slabs in host memory: order the clearing before the next call's pushes
+  uint8_t scout;          // slabs in host memory and a large call: look at little before all
   uint8_t early;          // let the next kernel of the stream be scheduled once x is read
   char* peer[kMaxWorld];  // slab of every rank as mapped here; null where it is not
   // what this call touches, in 16-byte units, for the next call to clear

@@ -84,6 +84,23 @@ __device__ __forceinline__ void poll(const Params& p, const char* base, uint32_t
   }
 }
 
+// Through PCIe every look costs link time, so a large call first waits for one vector of each item:
+// lane k reads at first + k * stride, for the K items in `want`. Returns when they are there or
+// when `poll` would give up.
+template <int K>
+__device__ __forceinline__ void scout(const Params& p, const char* first, uint32_t stride,
+                                      uint32_t want, Trouble note) {
+  const uint32_t lane = threadIdx.x & 31;
+  bool missing = lane < K && (want >> lane & 1u);
+  uint32_t spins = 0;
+  uint32_t began = 0;
+  while (true) {
+    if (missing) missing = !arrived16(ptx::ld_wire(first + lane * stride));
+    if (!__any_sync(~0u, missing)) return;
+    if (++spins % kSpinsPerLook == 0 && (note != 0 || look(p, began) != Abort::kNone)) return;
+  }
+}
+
 // The first warp with trouble tells the host, then the peers (unless a peer told us).
 static __device__ __noinline__ void report(const Params& p, Trouble note, uint32_t epoch) {
   if ((threadIdx.x & 31) != 0 || atomicExch(p.claim, 1u) != 0) return;
