@@ -51,23 +51,16 @@ def run(
         )
         with shared_gpu.mps():
             chosen = [known[name] for name in servers]
-            outcomes, failed = run_all(chosen, built, ranks, folder, count=prompts, new=tokens)
+            outcomes, failed = run_all(
+                chosen, built, ranks, folder, count=prompts, new=tokens,
+                on_outcome=lambda found, lost: _write(json, rig, built, found, lost),
+            )  # fmt: skip
     except (shared_gpu.RigError, OSError) as error:
         console.print(f"[red]demo failed:[/] {error}", highlight=False)
         raise typer.Exit(1) from None
     if outcomes:
         console.print(table(built, outcomes, rig))
     problems = [*failed, *verdict(outcomes)]
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        figures = {
-            "rig": f"{rig}, Python {platform.python_version()}",
-            "date": time.strftime("%Y-%m-%d"),
-            "model": {"family": built.family, "layers": built.layers, "hidden": built.hidden},
-            "outcomes": outcomes,
-            "problems": problems,
-        }
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(figures)))
     for problem in problems:
         console.print(f"✗ {problem}", style="red", highlight=False, markup=False)
     if problems:
@@ -76,6 +69,23 @@ def run(
     if not keep:
         shutil.rmtree(folder)
     console.print("[green]✓ every answer of every server is the known text[/]")
+
+
+def _write(
+    path: Path | None, rig: str, built: Built, outcomes: list[GpuOutcome], failed: list[str]
+) -> None:
+    """The figures so far, after every server: a later one may hang."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figures = {
+        "rig": f"{rig}, Python {platform.python_version()}",
+        "date": time.strftime("%Y-%m-%d"),
+        "model": {"family": built.family, "layers": built.layers, "hidden": built.hidden},
+        "outcomes": outcomes,
+        "problems": [*failed, *verdict(outcomes)],
+    }
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(figures)))
 
 
 def verdict(outcomes: list[GpuOutcome]) -> list[str]:

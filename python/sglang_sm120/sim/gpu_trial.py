@@ -7,7 +7,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from sglang_sm120.verify.live import LiveError, profile_server
 from sglang_sm120.verify.profile import KindReport, analyse
 from sglang_sm120.verify.trace import TraceError, rank_of, read_trace
 
-PROFILED_STEPS = 30
+PROFILED_STEPS = 12
 ROUNDS = 3
 DEATH_S = 40.0
 
@@ -262,10 +262,11 @@ def run_all(
     count: int = 8,
     new: int = 64,
     profile: bool = True,
+    on_outcome: Callable[[list[GpuOutcome], list[str]], None] = lambda outcomes, failed: None,
 ) -> tuple[list[GpuOutcome], list[str]]:
     """Serve with each setup in turn; the outcomes, and what failed as sentences.
 
-    The last setup with our kernels loses a rank at its end: its server must say so and stop.
+    `on_outcome` is called with both after each server. The last setup with our kernels loses a rank at its end: its server must say so and stop.
     """
     outcomes, failed = [], []
     trials = [GpuTrial(setup, built, ranks, folder) for setup in chosen]
@@ -281,8 +282,10 @@ def run_all(
             if trial is last_ours:
                 outcome.death = trial.kill_a_rank()
             outcomes.append(outcome)
+            on_outcome(outcomes, failed)
         except ServerError as error:
             failed.append(f"{trial.setup.title}: {error}")
+            on_outcome(outcomes, failed)
             with contextlib.suppress(ServerError):
                 if following:
                     following.spawn()
