@@ -268,7 +268,8 @@ def run_all(
 
     `on_outcome` is called with both after each server. The last setup with our kernels loses a rank at its end: its server must say so and stop.
     """
-    outcomes, failed = [], []
+    outcomes: list[GpuOutcome] = []
+    failed: list[str] = []
     trials = [GpuTrial(setup, built, ranks, folder) for setup in chosen]
     last_ours = next((t for t in reversed(trials) if t.setup.ours), None)
     trials[0].spawn()
