@@ -1,0 +1,163 @@
+"""`demo --gpu` without a GPU: what it refuses, what it calls wrong, what its table says; servers are stand-ins."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import typer
+from rich.console import Console
+from sglang_sm120.cli import demo_gpu
+from sglang_sm120.sim import gpu_trial, shared_gpu
+from sglang_sm120.sim.gpu_trial import GpuOutcome, GpuTrial, Passes, questions, run_all, setups
+from sglang_sm120.sim.models import Built
+from sglang_sm120.sim.server import ServerError
+
+
+def built(text: str = "") -> Built:
+    return Built(
+        family="kimi-proxy", target="/none/target", drafter="/none/drafter", layers=5, hidden=7168,
+        aux_layers=(1, 2, 3), text=text, context=1, max_length=4096, margin=0.0, draft_accept_length=2.0,
+    )  # fmt: skip
+
+
+def outcome(name: str, *, right: int = 8, us: float = 100.0, death: str = "") -> GpuOutcome:
+    setup = setups()[name]
+    passes = Passes(
+        span=4.0, communication=us * 11 / 1e3, transfer=None, norms=0.03, idle=0.5, all_reduces=11,
+        by={"NCCL": (11, us)},
+    )  # fmt: skip
+    return GpuOutcome(
+        name=name, title=setup.title, start_s=50.0, asked=8, right=right, answers=[], tokens_per_s=200.0,
+        accept_length=2.0, pass_ms=9.0, passes=passes, calls={"tp": {"all_reduce": 3}} if setup.ours else {},
+        metrics=[], plan=[], death=death,
+    )  # fmt: skip
+
+
+def test_the_walk_of_the_proxy_is_asked_and_known() -> None:
+    asked = questions(built(), 3, 16)
+    assert len(asked) == 3
+    for prompt, answer in asked:
+        assert len(prompt) == 48 and len(answer) == 16
+        walk = prompt + answer
+        assert all((a + 101) % 256 == b for a, b in zip(walk, walk[1:]))
+
+
+def test_wrong_answers_a_silent_death_and_unused_kernels_are_named() -> None:
+    fine = [outcome("eagle3"), outcome("plugin", death='rank 3 of group "tp" (process 7) has died')]
+    assert demo_gpu.verdict(fine) == []
+    idle = outcome("plugin")
+    idle.calls = {}
+    problems = demo_gpu.verdict(
+        [outcome("eagle3", right=6), outcome("kernels", death="the server still ran"), idle]
+    )
+    assert len(problems) == 3
+    assert "2 of 8 answers are wrong" in problems[0]
+    assert "still ran" in problems[1]
+    assert "never called" in problems[2]
+
+
+def test_the_table_names_the_rig_and_gives_ratios_to_plain_eagle3() -> None:
+    outcomes = [outcome("eagle3", us=100.0), outcome("plugin", us=25.0)]
+    console = Console(width=150, record=True)
+    console.print(demo_gpu.table(built(), outcomes, "4 ranks on one GPU under MPS"))
+    text = console.export_text()
+    assert "4 ranks on one GPU under MPS" in text and "not on PCIe" in text
+    assert "1.100 (1.00x)" in text and "0.275 (0.25x)" in text
+    assert "11 x 25.0 us NCCL" in text
+
+
+def test_unknown_servers_are_refused() -> None:
+    with pytest.raises(typer.BadParameter, match="tensorrt: choose from plain, eagle3"):
+        demo_gpu.run(
+            "deepseek", 2, ("eagle3", "tensorrt"), prompts=1, tokens=8, cache=None, json=None,
+            flashinfer="", folder=None,
+        )  # fmt: skip
+
+
+def test_a_machine_without_mps_or_with_an_old_nccl_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for program in ("nvidia-smi", "nvidia-cuda-mps-control"):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(shared_gpu.RigError, match=f"{program} was not found"):
+            shared_gpu.check()
+        (tmp_path / program).write_text("#!/bin/sh\n")
+        os.chmod(tmp_path / program, stat.S_IRWXU)
+    monkeypatch.setattr(shared_gpu, "nccl_version", lambda: (2, 28, 9))
+    with pytest.raises(shared_gpu.RigError, match="NCCL 2.28.9 refuses several ranks on one GPU"):
+        shared_gpu.check()
+    monkeypatch.setattr(shared_gpu, "nccl_version", lambda: (2, 30, 7))
+    shared_gpu.check()
+
+
+def test_mps_of_the_caller_is_used_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "control").touch()
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv("PATH", "")  # starting or stopping a daemon would fail
+    with shared_gpu.mps():
+        assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == str(tmp_path)
+    assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == str(tmp_path)
+
+
+class Scripted(GpuTrial):
+    """A trial whose server is a line in a log."""
+
+    log: list[str] = []
+
+    def __init__(self, setup: gpu_trial.Setup, *_: object) -> None:
+        self.setup = setup
+
+    def spawn(self) -> None:
+        self.log.append(f"spawn {self.setup.name}")
+
+    def ready(self) -> None:
+        self.log.append(f"ready {self.setup.name}")
+        if self.setup.name == "pcie_ipc":
+            raise ServerError("it ended")
+
+    def measure(self, count: int, new: int, *, profile: bool) -> GpuOutcome:
+        self.log.append(f"measure {self.setup.name}")
+        return outcome(self.setup.name)
+
+    def kill_a_rank(self) -> str:
+        self.log.append(f"kill {self.setup.name}")
+        return "rank 3 has died"
+
+    def stop(self) -> None:
+        self.log.append(f"stop {self.setup.name}")
+
+
+def test_the_next_server_starts_while_one_is_measured_and_a_failed_one_holds_up_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_trial, "GpuTrial", Scripted)
+    Scripted.log = []
+    seen: list[int] = []
+    chosen = [setups()[name] for name in ("eagle3", "pcie_ipc", "plugin")]
+    outcomes, failed = run_all(
+        chosen, built(), 4, tmp_path, on_outcome=lambda found, lost: seen.append(len(found))
+    )
+    assert [o.name for o in outcomes] == ["eagle3", "plugin"]
+    assert failed == ["EAGLE-3, pcie_ipc: it ended"]
+    assert outcomes[-1].death == "rank 3 has died"
+    assert seen == [1, 1, 2]
+    assert Scripted.log == [
+        "spawn eagle3", "ready eagle3", "spawn pcie_ipc", "measure eagle3", "stop eagle3",
+        "ready pcie_ipc", "spawn plugin", "stop pcie_ipc",
+        "ready plugin", "measure plugin", "kill plugin", "stop plugin",
+    ]  # fmt: skip
+
+
+def test_figures_are_written_after_every_server(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "figures.json"
+    demo_gpu._write(path, "a rig", built(), [outcome("eagle3", right=7)], ["pcie_ipc: it ended"])
+    figures = json.loads(path.read_text())
+    assert figures["rig"].startswith("a rig")
+    assert figures["outcomes"][0]["passes"]["by"] == {"NCCL": [11, 100.0]}
+    assert len(figures["problems"]) == 2
