@@ -123,6 +123,17 @@ def rows_of(x: torch.Tensor) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _reported() -> Iterator[None]:
+    # A CPU server's trace has no kernel to show for it.
+    if torch.autograd._profiler_enabled():
+        with torch.profiler.record_function("sm120:all_reduce"), _logged():
+            yield
+    else:
+        with _logged():
+            yield
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
     # SGLang logs a traceback and ends the server; the sentence on a line of its own is what people search for.
     try:
         yield

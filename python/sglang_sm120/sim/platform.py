@@ -76,6 +76,12 @@ class SimPlatform(CpuDeviceMixin, SRTPlatform):
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "eager"
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
 

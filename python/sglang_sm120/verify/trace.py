@@ -47,6 +47,7 @@ _COMMUNICATION: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
         (r"cross_device_reduce|all_reduce_[12]shot|moe_finalize_all_reduce", "all-reduce", "SGLang custom"),
         (r"multimem_all_reduce|(one|two)_shot_all_reduce", "all-reduce", "torch symmetric memory"),
         (r"mscclpp|allreduce\d_", "all-reduce", "MSCCL++"),
+        (r"sm120:all_reduce", "all-reduce", "sm120"),
         (r"gloo:all_?reduce", "all-reduce", "gloo"),
         (r"gloo:all_?gather", "all-gather", "gloo"),
         (r"gloo:broadcast", "broadcast", "gloo"),
@@ -54,6 +55,9 @@ _COMMUNICATION: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
         (r"(?i)all_?gather", "all-gather", "other"),
     )
 )  # fmt: skip
+# What a CPU server records about a collective, and operators that only call one.
+_COLLECTIVES = ("gloo:", "sm120:")
+_DELEGATES = re.compile(r"^(sglang|c10d)::")
 _NORM = re.compile(r"(?i)rms_?norm")
 _STEP = re.compile(r"^step\[(\w+) bs=(\d+)")
 
@@ -275,7 +279,7 @@ def _by_pause(device: list[dict[str, Any]]) -> list[Pass]:
 
 
 def _host_passes(events: list[dict[str, Any]]) -> list[Pass]:
-    """Passes of a CPU server: outermost operators of the step's thread, gloo's own events anywhere."""
+    """Passes of a CPU server: outermost operators of the step's thread, collectives' own events anywhere."""
     steps = _steps(events, "user_annotation")
     items: list[tuple[float, Any, dict[str, Any]]] = []
     covered: dict[Any, float] = {}
@@ -283,8 +287,10 @@ def _host_passes(events: list[dict[str, Any]]) -> list[Pass]:
     threads = {s[4] for s in steps}
     for e in sorted(operators, key=lambda e: (e["ts"], -e["dur"])):
         thread = (e.get("pid"), e.get("tid"))
-        if e["name"].startswith("gloo:"):
+        if e["name"].startswith(_COLLECTIVES):
             items.append((e["ts"], None, e))
+        elif _DELEGATES.search(e["name"]):
+            continue
         elif e["cat"] == "cpu_op" and thread in threads and e["ts"] >= covered.get(thread, -1.0):
             covered[thread] = e["ts"] + e["dur"]
             items.append((e["ts"], None, e))
