@@ -218,7 +218,8 @@ def test_savings_use_this_machines_plan(tmp_path):
     assert unknown["fused all-reduce"].us is None
 
 
-def test_a_cpu_servers_trace(tmp_path):
+@pytest.mark.parametrize("name", ["gloo:all_reduce", "sm120:all_reduce"])
+def test_a_cpu_servers_trace(tmp_path, name):
     maker = TraceMaker()
     span = {"ph": "X", "pid": 1, "tid": 5, "args": {}}
     for i in range(2):
@@ -234,7 +235,10 @@ def test_a_cpu_servers_trace(tmp_path):
             maker.events.append(
                 {**span, "cat": "cpu_op", "name": "aten::addmm", "ts": t + 10, "dur": 800.0}
             )
-            maker.events.append({**span, "tid": 9, "cat": "user_annotation", "name": "gloo:all_reduce", "ts": t + 1000, "dur": 500.0})  # fmt: skip
+            maker.events.append({**span, "tid": 9, "cat": "user_annotation", "name": name, "ts": t + 1000, "dur": 500.0})  # fmt: skip
+            if name == "gloo:all_reduce":
+                # The operator that hands the tensor to gloo is not a second collective.
+                maker.events.append({**span, "cat": "cpu_op", "name": "c10d::allreduce_", "ts": t + 990, "dur": 600.0})  # fmt: skip
     report = analyse([read_trace(maker.save(tmp_path / "t.json"))]).main["VERIFY"]
     assert report.all_reduces == 4
     assert report.mean("communication") == pytest.approx(2000.0)
