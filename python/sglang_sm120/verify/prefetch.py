@@ -8,6 +8,7 @@ takes the array of (pointer, bytes) and, per call, which part of it to load.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -276,9 +277,7 @@ class PrefetchPlan:
     def window(self, boundary: int, wait_us: float) -> tuple[int, int]:
         """(first, count) rows of `array` to load at a boundary during a wait."""
         budget = self.limits.budget(wait_us)
-        sums = self._sums[boundary]
-        count = max(i for i, total in enumerate(sums) if total <= budget)
-        return self._starts[boundary], count
+        return self._starts[boundary], bisect_right(self._sums[boundary], budget) - 1
 
     def windows(self, waits_us: Sequence[float]) -> torch.Tensor:
         """int32 [waits, boundaries, 2]: `window` of every boundary for each of several waits."""
