@@ -9,7 +9,7 @@ takes the array of (pointer, bytes) and, per call, which part of it to load.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -279,30 +279,15 @@ class PrefetchPlan:
         budget = self.limits.budget(wait_us)
         return self._starts[boundary], bisect_right(self._sums[boundary], budget) - 1
 
-    def windows(self, waits_us: Sequence[float]) -> torch.Tensor:
-        """int32 [waits, boundaries, 2]: `window` of every boundary for each of several waits."""
-        table = [[self.window(b, w) for b in range(len(self.boundaries))] for w in waits_us]
-        return torch.tensor(table, dtype=torch.int32).reshape(len(waits_us), -1, 2)
-
     def bytes_at(self, boundary: int, wait_us: float) -> int:
         """Bytes that `window` loads."""
         return self._sums[boundary][self.window(boundary, wait_us)[1]]
 
-    def matches(self, model: torch.nn.Module) -> bool:
-        """Whether the model's weights still lie where they did; false after a weight update that moved them."""
-        return tuple(boundaries(model)) == self.boundaries
 
-
-def plan_for(
-    model: torch.nn.Module, limits: Limits, *, keep: Callable[[Boundary], bool] = lambda b: True
-) -> PrefetchPlan:
+def plan_for(model: torch.nn.Module, limits: Limits) -> PrefetchPlan:
     """Plan for a loaded model.
-
-    Args:
-        keep: which boundaries get a prefetch; the others stay in the plan, empty.
 
     Raises:
         PrefetchError: as `decoder_layers`.
     """
-    found = [b if keep(b) else Boundary(b.layer, b.place, (), ()) for b in boundaries(model)]
-    return PrefetchPlan(found, limits)
+    return PrefetchPlan(boundaries(model), limits)
