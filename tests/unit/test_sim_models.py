@@ -67,7 +67,7 @@ def test_checkpoint_gives_the_same_logits_in_hugging_faces_own_class(tmp_path, f
         for layer in ours.model.layers[1:]:
             layer.mlp.gate.e_score_correction_bias.copy_(torch.randn(4))
     models._round_to_bf16(ours)
-    models._save(tmp_path / "m", ours.weights(), models.target_config(ours.shape))
+    models.save_checkpoint(tmp_path / "m", ours.weights(), models.target_config(ours.shape))
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "m", dtype=torch.float32, output_loading_info=True
     )
