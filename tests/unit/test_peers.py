@@ -84,6 +84,18 @@ def test_close_tells_the_others_and_ends_the_thread(other):
         deaths.get(timeout=0.3)
 
 
+def test_a_process_that_takes_long_to_end_is_reported_when_its_memory_is_gone(other, monkeypatch):
+    watch, deaths, _, _ = start(other)
+    monkeypatch.setattr(watch, "_ended", lambda fd: deaths.put(fd))  # the thread gets there too
+    monkeypatch.setattr(watching.select, "select", lambda *_: ([], [], []))
+    assert not watching.ending(other.pid)
+    watch.report_deaths(0.05)
+    assert deaths.empty()
+    other.kill()
+    watch.report_deaths(5)
+    assert not deaths.empty()
+
+
 @pytest.mark.parametrize("elsewhere", [{"machine": "x"}, {"pid_namespace": "pid:[1]"}])
 def test_process_numbers_of_another_machine_or_namespace_are_not_watched(other, elsewhere):
     watch, deaths, _, _ = start(other, **elsewhere)

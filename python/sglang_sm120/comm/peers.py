@@ -13,13 +13,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from sglang_sm120.comm.factory import Peer
 
 # A launcher that stops its server kills all ranks within milliseconds; that is no death worth a line.
 GRACE_S = 0.02
-# A dying process closes its sockets a moment before its pidfd says that it has ended.
-ENDING_S = 0.2
+# A dying process closes its sockets before its pidfd says that it has ended: with a GPU's memory to free, seconds before.
+ENDING_S = 1.0
+LOOK_S = 0.01
 
 
 class PeerWatch:
@@ -86,18 +88,22 @@ class PeerWatch:
             self._inbox.close()
 
     def report_deaths(self, wait_s: float = ENDING_S) -> None:
-        """Report now what the thread would report in a moment; for a rank that has just failed and will end.
+        """Report now what the thread would report later; for a rank that has just failed and will end.
 
         Args:
             wait_s: how long to wait for the first process to end.
         """
-        ended: list[int] = []
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # the thread has just reported and closed one
-            ended = select.select(list(self._fds), [], [], wait_s)[0]
-        for fd in ended:
-            self._ended(fd)
+        deadline = time.monotonic() + wait_s
+        while self._fds:
+            watched = dict(self._fds)
+            ended: list[int] = []
+            with contextlib.suppress(OSError, ValueError):  # the thread has just closed one
+                ended = select.select(list(watched), [], [], LOOK_S)[0]
+            ended += [fd for fd, peer in watched.items() if fd not in ended and ending(peer.pid)]
+            for fd in ended:
+                self._ended(fd)
+            if ended or time.monotonic() > deadline:
+                return
 
     def _ended(self, fd: int) -> None:
         with self._lock:
@@ -113,6 +119,14 @@ class PeerWatch:
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._left.update(self._inbox.recv(16))
+
+
+def ending(pid: int) -> bool:
+    """Whether a process has given up its memory, the first thing that an ending process does."""
+    try:
+        return not Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return True
 
 
 def address(session: str, rank: int) -> str:
