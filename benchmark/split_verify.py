@@ -35,7 +35,7 @@ from sglang_sm120.comm.native import How
 
 WORLD = 8  # whose message sizes and shapes are emulated
 LATENCY_US = 5.0  # two hops
-CTAS = 16  # of a sum; those of the peer take SMs that another device's would not
+CTAS = 8  # of a sum; those of the peer take SMs that another device's would not
 LINKS_GB_S = (50.0, 25.0)  # one switch, and a fabric whose links are shared
 # The FFN of Kimi-K2.5's dense layer under TP 8, and its routed experts: 384 of width 2048, eight per token.
 DENSE = (("gate_up", 4608, HIDDEN), ("down", HIDDEN, 2304))

@@ -18,7 +18,8 @@ struct Ahead {
 };
 static_assert(sizeof(Ahead) == 16);
 
-// Ask for `count` chunks of an array in device memory, from a kernel of `ctas` CTAs on this stream.
+// Ask for `count` chunks of an array in device memory, from a kernel of `ctas` CTAs on this stream:
+// what benchmark/prefetch.py compares CTAs beside a sum's own with.
 void prefetch_launch(const Ahead* chunks, uint32_t count, uint32_t ctas, cudaStream_t stream);
 
 }  // namespace sm120
