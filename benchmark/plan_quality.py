@@ -18,6 +18,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -131,7 +132,8 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str, out: Any) -> Non
                     again.setdefault(key, {}).setdefault(c.choice.name, []).append(us)
     chosen = {f"{op.value} {r}": plan.lookup(op, r).name for op in operated for r in captured}
     if rank == 0:
-        times = {k: {n: median(t) for n, t in v.items()} for k, v in again.items()}
+        # Infinite is what a candidate cannot serve.
+        times = {k: {n: median(t) for n, t in v.items() if max(t) < inf} for k, v in again.items()}
         out.send({"starts": starts, "again": times, "chosen": chosen, "plan": plan.digest()})
     exchange(None)
     inner.close()

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from prometheus_client import REGISTRY
+from sglang_sm120.comm.candidates import Baseline
 from sglang_sm120.comm.communicator import Op
 from sglang_sm120.comm.counters import CallCounters
 from sglang_sm120.comm.host import HostCommunicator
-from sglang_sm120.comm.candidates import Baseline
 from sglang_sm120.comm.start import Setting, planned
 from sglang_sm120.fabric.host_driver import HostDriver
 from sglang_sm120.fabric.islands import flat

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -288,3 +291,25 @@ def test_versions_parse() -> None:
     assert parse("v0.6.17.post1") == (0, 6, 17)
     assert parse("2.30.7+cuda13.3") == (2, 30, 7)
     assert parse("") == ()
+
+
+RECORDED = Path(__file__).parents[2] / "benchmark/results/2026-12-02-h200-nccl-limits.json"
+
+
+def test_a_limit_at_nccls_own_count_costs_no_time_and_a_lower_one_does() -> None:
+    """Times recorded on one H200, two ranks: the rule decides which limits are free."""
+    times = [r for r in json.loads(RECORDED.read_text())["results"] if r["kind"] == "latency" and r["limit"]]  # fmt: skip
+    free = [r for r in times if r["limit"] >= channels_used(r["rows"] * 7168 * 2, 2)]
+    tight = [r for r in times if 2 * r["limit"] <= channels_used(r["rows"] * 7168 * 2, 2)]
+    assert len(free) >= 10 and max(r["ratio"] for r in free) <= 1.02
+    assert len(tight) >= 10 and min(r["ratio"] for r in tight) > 1.2
+
+
+def test_the_smaller_ll128_buffer_saves_what_the_formula_says() -> None:
+    """Recorded too: MiB per communicator with NCCL's buffers and with the plugin's, by channels."""
+    found = {(r["label"], r["limit"]): r["mib"] for r in json.loads(RECORDED.read_text())["results"] if r["kind"] == "memory"}  # fmt: skip
+    small = memory.Buffers(ll128=256 << 10)
+    for channels in (2, 4, 8, 16):
+        saved = found["default", channels] - found["compact", channels]
+        formula = memory.communicator_bytes(channels) - memory.communicator_bytes(channels, small)
+        assert saved == pytest.approx(formula / memory.MIB, rel=0.05)

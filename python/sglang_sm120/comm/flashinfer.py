@@ -34,8 +34,9 @@ PCIE_VARIANTS = {
     "pcie_flat_staged": 3,
 }
 # World -> (schedule, blocks) worth timing, the default first: what won a sweep of about a hundred configurations
-# (benchmark/allreduce.py). With four ranks and more the staged variants leave the ranks with different bits, which no
-# model that routes or verifies by its activations may get (tests/gpu/test_flashinfer_gpu.py shows it).
+# (benchmark/allreduce.py). With four ranks the staged variant leaves the ranks with different bits (shown by
+# tests/gpu/test_flashinfer_gpu.py), which no model that routes or verifies by its activations may get, so above two ranks
+# the staged ones are left out; the start-up check of the sums demands equal bits of all others.
 PCIE_WAYS: dict[int, tuple[tuple[str, int], ...]] = {
     2: (("pcie_staged", 8), ("pcie_unstaged", 16)),
     4: (("pcie_unstaged", 4), ("pcie_unstaged", 16)),

@@ -21,7 +21,7 @@ from sglang_sm120.fabric.report import ProbeReport, forbidden
 from sglang_sm120.fabric.verdict import Verdict
 
 # The second look: how many candidates at a row count, how near to the fastest, and rows between two sampled ones.
-LOOK_CANDIDATES, LOOK_NEAR, LOOK_BETWEEN = 3, 0.3, 2
+LOOK_CANDIDATES, LOOK_NEAR, LOOK_BETWEEN = 4, 0.5, 2
 OURS = ("native", "mailbox", "host")  # backends whose schedule this plan picks
 
 
