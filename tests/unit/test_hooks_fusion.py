@@ -403,8 +403,13 @@ def test_workspaces_are_prepared_for_the_captured_batches_and_a_refused_plan_end
     )
     assert all_reduce.prepare_workspace(None, runner) is None
     assert asked == [(7168, torch.bfloat16, (1, 2, 4, 8, 32))], "drafter and verification"
-    spec.speculative_adaptive, spec.max_speculative_num_draft_tokens = True, 3
+    spec.speculative_adaptive = True
+    monkeypatch.setattr(rows, "max_speculative_num_draft_tokens", lambda: 3)
     assert rows.of_graphs(runner) == (1, 2, 3, 4, 6, 8, 16, 24, 32), "every draft length"
+    with monkeypatch.context() as other_release:
+        other_release.delattr(base_cuda_graph_runner, "get_batch_sizes_to_capture")
+        assert rows.of_graphs(runner) == (1, 2, 4, 8, 16, 32)
+        assert "captured batch sizes are not known" in caplog.messages[-1]
     runner._widest_decode_rows = lambda: None
     assert rows.of_graphs(runner) == ()
     schedule = types.SimpleNamespace(chunked_prefill_size=-1, max_prefill_tokens=64)
