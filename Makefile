@@ -57,7 +57,7 @@ test-gpu: build
 	$(PYTEST) tests/gpu -m "not soak"
 
 # The patches for SGLang: each alone and the series in order apply, are formatted and pass their tests; then the plugin
-# runs on the patched tree.
+# runs on the patched trees, with real servers on the CPU. Needs no network: the trees are copies of the installed SGLang.
 upstream: build
 	$(PY) tools/upstream.py
 

@@ -1,8 +1,9 @@
 """Apply the patches of docs/upstream to a copy of the installed SGLang, and check them there.
 
 For each patch alone and for the whole series in order: it applies, SGLang's formatters have nothing to say
-about the files it changes, and its own tests pass. Then the plugin's tests run against the series.
-The installed package is only read. Needs no GPU.
+about the files it changes, and its own tests pass. Then the plugin runs on the patched trees: its contract
+report and its tests of the seams with patches 1 and 2 and with the series, real servers on the CPU with the
+series. The installed package is only read. Needs no GPU and no network.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +33,11 @@ RUFF_LINT = (
 # What SGLang's own configuration lets pass.
 CODESPELL_IGNORES = ("cann", "thi", "makro", "wil", "rouge", "PRIS")  # codespell:ignore
 CLANG_SUFFIXES = (".cuh", ".cu", ".h", ".cpp")
+# The first two patches are what the plugin needs for its flags and its fused kernels.
+PLUGIN_SEAMS = "seams-01-02"
+# One server for each way in (command line, `sglang serve`, Engine) and the unfused one to compare with; the other ways
+# of test_serving.py run on the installed SGLang in `make test`, and here with `--servers all`.
+CHOSEN_SERVERS = "llama-eagle3-fused or llama-eagle3-stock or eagle3-llama or llama-plain-fused or deepseek-plain-fused"
 # Every heading of SGLang's pull request template.
 TEMPLATE = (
     "## Motivation",
@@ -58,7 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--jobs", type=int, default=2, help="trees tested at the same time")
     parser.add_argument("--no-tests", action="store_true", help="apply and format only")
-    parser.add_argument("--server", action="store_true", help="also run the plugin's server tests")
+    parser.add_argument(
+        "--servers",
+        choices=("none", "chosen", "all"),
+        default="chosen",
+        help="which of the plugin's server tests run on the series",
+    )
     options = parser.parse_args(argv)
 
     started = time.monotonic()
@@ -73,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = options.work / "base"
     copy_package(sglang, base)
     trees: list[tuple[str, Path, list[Path]]] = []
-    for name, chosen in [(p.parent.name, [p]) for p in patches] + [("series", patches)]:
+    wanted = [(p.parent.name, [p]) for p in patches]
+    wanted += [(PLUGIN_SEAMS, patches[:2]), ("series", patches)]
+    for name, chosen in wanted:
         tree = options.work / name
         try:
             build_tree(base, tree, chosen)
@@ -85,23 +98,55 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name}: applied", flush=True)
 
     if not options.no_tests:
-        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-            # The series takes longest, so it starts first.
-            runs = {pool.submit(run_sglang_tests, tree): name for name, tree, _ in reversed(trees)}
-            for run in concurrent.futures.as_completed(runs):
-                code, output = run.result()
-                print(f"{runs[run]}: {output.strip().splitlines()[-1]}", flush=True)
-                if code != 0:
-                    failures.append(f"{runs[run]}: its tests fail\n{output}")
-        if trees and trees[-1][0] == "series":
-            failures += run_plugin_tests(trees[-1][1], ["tests/upstream"])
-            if options.server:
-                failures += run_plugin_tests(trees[-1][1], ["tests/server"])
+        failures += test_trees(trees, options.jobs, options.servers)
 
     for failure in failures:
         print(f"\nFAILED {failure}", file=sys.stderr)
     print(f"{len(patches)} patches, {len(failures)} failures, {time.monotonic() - started:.0f} s")
     return 1 if failures else 0
+
+
+def test_trees(trees: list[tuple[str, Path, list[Path]]], jobs: int, servers: str) -> list[str]:
+    """SGLang's tests of each tree, then the plugin's on the trees it shrinks on; returns the failures."""
+    failures = []
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        # The series takes longest, so it starts first. The pair's tests are those of its patches.
+        runs = {
+            pool.submit(run_sglang_tests, tree): name
+            for name, tree, _ in reversed(trees)
+            if name != PLUGIN_SEAMS
+        }
+        for run in concurrent.futures.as_completed(runs):
+            code, output = run.result()
+            print(f"{runs[run]}: {output.strip().splitlines()[-1]}", flush=True)
+            if code != 0:
+                failures.append(f"{runs[run]}: its tests fail\n{output}")
+    for name, tree, patches in trees:
+        if name in (PLUGIN_SEAMS, "series"):
+            failures += contract_report(tree, name)
+            failures += run_plugin_tests(tree, patches, ["tests/upstream", "-m", "not server"])
+    if servers != "none" and trees and trees[-1][0] == "series":
+        _, tree, patches = trees[-1]
+        chosen = [] if servers == "all" else ["-k", CHOSEN_SERVERS]
+        failures += run_plugin_tests(tree, patches, ["tests/server/test_serving.py", *chosen])
+        failures += run_plugin_tests(tree, patches, ["tests/upstream", "-m", "server"])
+    return failures
+
+
+def contract_report(tree: Path, name: str) -> list[str]:
+    """Print which of the plugin's hooks the tree makes unnecessary; a target that does not fit is a failure."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_sm120.hooks.report"],
+        cwd=tree,
+        env={**environment(tree), "COLUMNS": "150"},
+        capture_output=True,
+        text=True,
+    )
+    (tree / "contract.txt").write_text(done.stdout)
+    print(f"{name}: the plugin's hooks ({tree / 'contract.txt'})\n{done.stdout}", flush=True)
+    if done.returncode != 0:
+        return [f"{name}: the plugin's hooks do not fit\n{done.stdout}{done.stderr}"]
+    return []
 
 
 def installed_sglang() -> Path:
@@ -219,24 +264,32 @@ def run_sglang_tests(tree: Path) -> tuple[int, str]:
     return pytest(tree, tree, ["-W", "ignore", *tests])
 
 
-def run_plugin_tests(tree: Path, tests: list[str]) -> list[str]:
+def run_plugin_tests(tree: Path, patches: Sequence[Path], tests: list[str]) -> list[str]:
     """This project's tests with the patched SGLang in front of the installed one."""
-    code, output = pytest(tree, ROOT, tests)
-    print(f"plugin, {' '.join(tests)}: {output.strip().splitlines()[-1]}", flush=True)
-    return [] if code == 0 else [f"the plugin's {' '.join(tests)} fail on the series\n{output}"]
+    names = ",".join(patch.parent.name for patch in patches)
+    code, output = pytest(tree, ROOT, tests, {"SM120_UPSTREAM_PATCHES": names})
+    print(f"{tree.name}, plugin, {' '.join(tests)}: {output.strip().splitlines()[-1]}", flush=True)
+    # 5: nothing selected, which would be a check that cannot fail.
+    return [] if code == 0 else [f"the plugin's {' '.join(tests)} fail on {tree.name}\n{output}"]
 
 
-def pytest(tree: Path, cwd: Path, arguments: list[str]) -> tuple[int, str]:
+def environment(tree: Path) -> dict[str, str]:
+    """This process's environment with the tree's SGLang in front."""
     path = os.pathsep.join(filter(None, [str(tree / "python"), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": path, "SM120_UPSTREAM_TREE": str(tree)}
+    return {**os.environ, "PYTHONPATH": path, "SM120_UPSTREAM_TREE": str(tree)}
+
+
+def pytest(
+    tree: Path, cwd: Path, arguments: list[str], more: Mapping[str, str] | None = None
+) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=cwd,
-        env=env,
+        env={**environment(tree), **(more or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=900,
+        timeout=1200,
     )
     return done.returncode, done.stdout
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookType
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_context, get_parallel
 
 from sglang_sm120.comm.communicator import Op
 from sglang_sm120.hooks import session as sessions
-from sglang_sm120.hooks.contract import Binding, Part, Target
+from sglang_sm120.hooks.contract import Binding, Part, Seam, Target
 from sglang_sm120.verify.agree import GroupLink, Link, LocalLink, TableAgreement
 from sglang_sm120.verify.cost import COLD, CostModel, StageTimes, guess
 from sglang_sm120.verify.policy import DraftLengthPolicy, PolicyConfig
@@ -223,6 +223,13 @@ def _planned_comm_ms(worker: Any, rows: int) -> float:
     return 2 * runner.model_config.num_hidden_layers * (choice.us or choice.baseline_us) / 1e3
 
 
+def choose_sglangs() -> None:
+    """In a scheduler, before it makes its worker: choose SGLang's own policy by cost, where it has one."""
+    get_context().override("sglang_sm120", speculative_adaptive_policy="cost_aware")
+
+
+BUILT_IN = Seam("sglang.srt.speculative.adaptive_cost_policy.CostAwareSpecPolicy", choose_sglangs)
+
 PART = Part(
     "adaptive",
     (
@@ -234,6 +241,7 @@ PART = Part(
             ),
             HookType.AROUND,
             own_policy,
+            BUILT_IN,
         ),
         Binding(
             Target(
@@ -243,6 +251,7 @@ PART = Part(
             ),
             HookType.AFTER,
             calibrate,
+            BUILT_IN,
         ),
     ),
 )

@@ -32,6 +32,7 @@ from sglang_sm120.fabric.versions import installed, nccl_build, nccl_library
 from sglang_sm120.hooks import session as sessions
 from sglang_sm120.hooks.all_reduce import current_group
 from sglang_sm120.hooks.contract import Binding, Part, Target
+from sglang_sm120.hooks.nccl_option import OPTION, check_carried
 from sglang_sm120.nccl.config import ConfigValue, config_for
 from sglang_sm120.nccl.environment import Effective, apply, check, settings, table
 from sglang_sm120.options import Options
@@ -39,6 +40,8 @@ from sglang_sm120.options import Options
 logger = logging.getLogger("sglang_sm120")
 
 BF16_BYTES = 2  # of an activation; wider dtypes are not served at speed anyway
+# Groups that never gather logits: those of the experts.
+SUMS_ONLY = frozenset({"moe_tp", "moe_ep", "shared_experts_tp"})
 # Our field -> field of ncclConfig_t.
 _STRUCT_FIELDS = {
     "min_ctas": "minCTAs",
@@ -110,7 +113,7 @@ def init_rank_config(
     wanted = config_for(
         name,
         captured=True,
-        widest_bytes=sessions.current().widest_bytes,
+        widest_bytes=_widest_of(name),
         world=world_size,
         overrides=overrides_of(sessions.current().options),
         nccl_version=self.ncclGetVersion(),
@@ -139,6 +142,8 @@ def check_environment(options: Options, world: int, sub_groups: bool) -> list[Ef
     overrides = overrides_of(options)
     for group in overrides:
         config_for("tp" if group == "*" else group, overrides=overrides)
+    if OPTION.offered:
+        check_carried(overrides)
     library = nccl_library()
     version, cuda = nccl_build(library) if library else ("", "")
     topology = machine()
@@ -183,16 +188,29 @@ def restore_environment(*args: Any, **kwargs: Any) -> None:
     sessions.current().widest_bytes = widest_bytes(server_args)
 
 
-def widest_bytes(server_args: Any) -> int | None:
-    """Bytes of the widest batch that graphs are captured for, per rank; None where it is not known yet."""
+def _widest_of(group: str) -> int | None:
+    """Bytes of a group's widest captured collective; the groups of the head also gather logits in graphs."""
+    widest = sessions.current().widest_bytes
+    if widest is None:
+        return None
+    activations, logits = widest
+    return activations if group in SUMS_ONLY else max(activations, logits)
+
+
+def widest_bytes(server_args: Any) -> tuple[int, int] | None:
+    """Bytes of the (activations, logits) of the widest batch that graphs are captured for; None if not known yet."""
     try:
         sizes = get_exec().graph.cuda_graph_config.decode.bs
-        hidden = ModelConfig.from_server_args(server_args).hidden_size
+        model = ModelConfig.from_server_args(server_args)
+        hidden, vocabulary = model.hidden_size, model.vocab_size
+        tokens = max_speculative_num_draft_tokens() or 1
     except Exception as error:  # a model whose configuration cannot be read now is read again, and judged, by SGLang
         logger.debug("sglang-sm120: the widest batch is not known: %s", error)
         return None
-    tokens = max_speculative_num_draft_tokens() or 1
-    return max(sizes) * tokens * hidden * BF16_BYTES if sizes else None
+    if not sizes:
+        return None
+    rows = max(sizes) * tokens
+    return rows * hidden * BF16_BYTES, rows * vocabulary * BF16_BYTES
 
 
 PART = Part(
@@ -206,6 +224,7 @@ PART = Part(
             ),
             HookType.AROUND,
             torch_options,
+            OPTION,
         ),
         Binding(
             Target(
@@ -215,6 +234,7 @@ PART = Part(
             ),
             HookType.AROUND,
             init_rank,
+            OPTION,
         ),
         Binding(
             Target(
@@ -224,6 +244,7 @@ PART = Part(
             ),
             HookType.AROUND,
             init_rank_config,
+            OPTION,
         ),
         Binding(
             Target(
