@@ -69,7 +69,7 @@ class Library:
 
 def test_communicator_of_a_named_group_gets_a_config(on_cuda, group):
     group("tp")
-    sessions.current().widest_bytes = 4 * 7168 * 2
+    sessions.current().widest_bytes = (4 * 7168 * 2, 0)
     library = Library()
     library.ncclCommInitRank(8, None, 3)
     (config,) = library.configs
@@ -149,9 +149,12 @@ def test_the_widest_captured_batch_is_known_before_the_first_communicator(on_cud
     config = types.SimpleNamespace(graph=types.SimpleNamespace(cuda_graph_config=types.SimpleNamespace(decode=decode)))  # fmt: skip
     monkeypatch.setattr(nccl, "get_exec", lambda: config)
     monkeypatch.setattr(nccl, "max_speculative_num_draft_tokens", lambda: 4)
-    monkeypatch.setattr(nccl.ModelConfig, "from_server_args", lambda args: types.SimpleNamespace(hidden_size=7168))  # fmt: skip
+    monkeypatch.setattr(nccl.ModelConfig, "from_server_args", lambda args: types.SimpleNamespace(hidden_size=7168, vocab_size=163840))  # fmt: skip
     nccl.restore_environment(server_args=types.SimpleNamespace(), device="cuda", dist_port=1)
-    assert sessions.current().widest_bytes == 16 * 4 * 7168 * 2
+    rows = 16 * 4
+    assert sessions.current().widest_bytes == (rows * 7168 * 2, rows * 163840 * 2)
+    assert nccl._widest_of("moe_tp") == rows * 7168 * 2
+    assert nccl._widest_of("tp") == rows * 163840 * 2, "the head gathers logits in the graph"
     decode.bs = []
     nccl.restore_environment(server_args=types.SimpleNamespace(), device="cuda", dist_port=1)
     assert sessions.current().widest_bytes is None, "no graphs, no limit"

@@ -93,13 +93,14 @@ def said(options: Options, server_args: Any) -> Settings:
     """The value for SGLang's option: our sizes, with what the user gave on top."""
     from sglang_sm120.hooks import nccl
 
+    widest = nccl.widest_bytes(server_args)
     ours = sizes(
         nccl.overrides_of(options),
         groups=lookup(f"{MODULE}.NCCL_COMM_GROUPS"),
         fields=frozenset(lookup(f"{MODULE}.NCCL_COMM_FIELDS")),
         suffix=lookup(f"{MODULE}.GRAPH_SUFFIX"),
         world=get_parallel().tp_size,
-        widest_bytes=nccl.widest_bytes(server_args),
+        widest_bytes=max(widest) if widest else None,
         pcie_only=nccl.machine().pcie_only,
     )
     return merged(ours, get_exec().comm.nccl_comm_config or {})

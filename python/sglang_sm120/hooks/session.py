@@ -26,7 +26,7 @@ class Session:
         tp_rank: this process's tensor-parallel rank, for log lines and metrics.
         adapters: what SGLang holds as `ca_comm`, one per group served by us.
         outcomes: group name -> what the group decided at start.
-        widest_bytes: bytes per rank of the widest batch that graphs are captured for, where it is known.
+        widest_bytes: (activations, logits) in bytes of the widest batch that graphs are captured for, where it is known.
     """
 
     options: Options
@@ -34,7 +34,7 @@ class Session:
     tp_rank: int
     adapters: list[Sm120AllReduce] = field(default_factory=list)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    widest_bytes: int | None = None
+    widest_bytes: tuple[int, int] | None = None
     _watches: list[PeerWatch] = field(default_factory=list)
 
     def announce(self) -> None:
