@@ -8,7 +8,7 @@ from sglang_sm120.comm.schedule import slab_layout
 from sglang_sm120.foresight import compute
 from sglang_sm120.foresight.deployment import Setting
 from sglang_sm120.nccl.config import BULK_CTAS, config_for
-from sglang_sm120.nccl.memory import MIB, communicator_bytes
+from sglang_sm120.nccl.memory import KIB, MIB, Buffers, communicator_bytes
 
 # SGLang's coordinators of a tensor-parallel server that move tensors on the device; each has one communicator of
 # PyTorch's for eager calls and one of its own inside CUDA graphs.
@@ -58,15 +58,21 @@ def memory(setting: Setting, *, plugin: bool = True, small_bytes: int = 64 * 102
         small=min(small_bytes, capacity),
         islands=islands if len(islands) > 1 else None,
     ).slab
-    widest = setting.rows * model.hidden * 2
+    buffers = Buffers(ll128=256 * KIB)  # what the plugin sets where no pair of GPUs has NVLink
     default = compact = 0
     for group in GROUPS:
+        # The groups of the head also gather logits in graphs.
+        widest = (
+            2
+            * setting.rows
+            * (model.hidden if group == "moe_tp" else max(model.hidden, model.vocab))
+        )
         for captured in (False, True):
             default += communicator_bytes(min(DEFAULT_CHANNELS, BULK_CTAS))
             fields = config_for(group, captured=captured, widest_bytes=widest, world=world)
             # A limit above what NCCL makes by itself changes nothing.
             limit = int(fields.get("max_ctas", DEFAULT_CHANNELS))
-            compact += communicator_bytes(min(limit, DEFAULT_CHANNELS, BULK_CTAS))
+            compact += communicator_bytes(min(limit, DEFAULT_CHANNELS, BULK_CTAS), buffers)
     nccl, small, slabs = default / MIB, compact / MIB, CHANNELS * slab / MIB
     weights = compute.weight_gib(model, roof)
     cache = compute.cache_kib_per_token(model, roof)
