@@ -38,6 +38,8 @@ PLUGIN_SEAMS = "seams-01-02"
 # One server for each way in (command line, `sglang serve`, Engine) and the unfused one to compare with; the other ways
 # of test_serving.py run on the installed SGLang in `make test`, and here with `--servers all`.
 CHOSEN_SERVERS = "llama-eagle3-fused or llama-eagle3-stock or eagle3-llama or llama-plain-fused or deepseek-plain-fused"
+# SGLang's documentation is not part of the wheel, so these parts of the patches are read but not applied.
+DOCUMENTATION = "docs_new"
 # Every heading of SGLang's pull request template.
 TEMPLATE = (
     "## Motivation",
@@ -80,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failures: list[str] = []
 
     for patch in patches:
-        failures += template_gaps(patch.parent)
+        failures += template_gaps(patch.parent) + documentation_gaps(patch)
     base = options.work / "base"
     copy_package(sglang, base)
     trees: list[tuple[str, Path, list[Path]]] = []
@@ -173,6 +175,19 @@ def template_gaps(folder: Path) -> list[str]:
     return [f"{text}: the section {head!r} is missing" for head in TEMPLATE if head not in lines]
 
 
+def documentation_gaps(patch: Path) -> list[str]:
+    """New fields of `ServerArgs` that the patch's own part of SGLang's documentation does not name."""
+    parts = re.split(r"^(?=diff --git )", patch.read_text(), flags=re.M)
+    order = "".join(part for part in parts if "/field_order.py" in part.partition("\n")[0])
+    pages = "".join(part for part in parts if part.startswith(f"diff --git a/{DOCUMENTATION}"))
+    fields = re.findall(r'^\+    "(\w+)",$', order, flags=re.M)
+    return [
+        f"{patch.name}: {DOCUMENTATION} says nothing of {field}"
+        for field in fields
+        if f"--{field.replace('_', '-')}" not in pages and field not in pages
+    ]
+
+
 def copy_package(sglang: Path, base: Path) -> None:
     """A private copy laid out as SGLang's repository. Compiled Python comes along, so that tests start quickly."""
     shutil.rmtree(base.parent, ignore_errors=True)
@@ -186,7 +201,7 @@ def build_tree(base: Path, tree: Path, patches: Sequence[Path]) -> None:
         # Without the ceiling, git would find this repository above the tree and apply nothing there.
         env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}
         done = subprocess.run(
-            ["git", "apply", "--whitespace=error-all", str(patch)],
+            ["git", "apply", "--whitespace=error-all", f"--exclude={DOCUMENTATION}/*", str(patch)],
             cwd=tree,
             env=env,
             capture_output=True,
