@@ -68,7 +68,9 @@ def test_the_log_has_the_plan_once_as_a_sentence_and_a_table_and_the_verdict(pla
     assert digest in sentence
     table = lines[lines.index(title) : lines.index(title) + 60]
     for op in ("all_reduce", "all_reduce_rmsnorm"):
-        assert any(re.search(rf"│ {op} .*│ host .*│ +[\d.]+ │ +[\d.]+ │ (timed|between)", x) for x in table)
+        assert any(
+            re.search(rf"│ {op} .*│ host .*│ +[\d.]+ │ +[\d.]+ │ (timed|between)", x) for x in table
+        )
     (verdict,) = [x for x in lines if "SM120 verdict for group tp:" in x]
     assert "host may serve" in verdict and "every edge sound" in verdict and "us one way" in verdict
 
