@@ -120,7 +120,7 @@ def test_trees(trees: list[tuple[str, Path, list[Path]]], jobs: int, servers: st
         }
         for run in concurrent.futures.as_completed(runs):
             code, output = run.result()
-            print(f"{runs[run]}: {output.strip().splitlines()[-1]}", flush=True)
+            print(f"{runs[run]}: {summary(output)}", flush=True)
             if code != 0:
                 failures.append(f"{runs[run]}: its tests fail\n{output}")
     for name, tree, patches in trees:
@@ -283,9 +283,15 @@ def run_plugin_tests(tree: Path, patches: Sequence[Path], tests: list[str]) -> l
     """This project's tests with the patched SGLang in front of the installed one."""
     names = ",".join(patch.parent.name for patch in patches)
     code, output = pytest(tree, ROOT, tests, {"SM120_UPSTREAM_PATCHES": names})
-    print(f"{tree.name}, plugin, {' '.join(tests)}: {output.strip().splitlines()[-1]}", flush=True)
+    print(f"{tree.name}, plugin, {' '.join(tests)}: {summary(output)}", flush=True)
     # 5: nothing selected, which would be a check that cannot fail.
     return [] if code == 0 else [f"the plugin's {' '.join(tests)} fail on {tree.name}\n{output}"]
+
+
+def summary(output: str) -> str:
+    """Pytest's last line; interpreters may print more after it."""
+    lines = output.strip().splitlines() or ["no output"]
+    return next((line for line in reversed(lines) if re.search(r" in \d+\.\d+s", line)), lines[-1])
 
 
 def environment(tree: Path) -> dict[str, str]:
