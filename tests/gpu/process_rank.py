@@ -1,4 +1,4 @@
-"""One rank of tests/gpu/test_processes.py: a process of its own that sums with others over shared slabs."""
+"""One rank of tests/gpu/test_processes_gpu.py: a process of its own that sums with others over shared slabs."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def flags_of(way: Way, model: Built, stats: Path) -> list[str]:
     if way.eagle:
         flags += eagle3_flags(model.drafter)
     if way.fused:
-        # Pinned, so that what is fused does not rest on times measured on a busy machine; see test_plan.py for those.
+        # Pinned, so that what is fused does not rest on times measured on a busy machine; see test_plan_server.py for those.
         flags += ["--enable-sm120-fusion", "--sm120-backend", "host", "--sm120-plan-cache", "off"]
     if way == MEASURED:
         flags += ["--enable-metrics"]
