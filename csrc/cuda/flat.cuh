@@ -385,7 +385,7 @@ struct Flat {
 #endif
     const char* state_at = reinterpret_cast<const char*>(p.state + blockIdx.x);
     const char* x_at = p.x + bytes_at(first_row, 0);
-    if (first_row >= p.rows) active = 0;
+    if (first_row >= p.rows) active = held = 0;  // nor does it clear: there is no such row
     ptx::wait_previous(state_at, x_at, active);
     const CtaState state = load_state(state_at);
     uint4 y[kUnits];

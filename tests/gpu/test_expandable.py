@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_processes import mps, run  # noqa: F401  (mps is a fixture)
+from test_processes_gpu import mps, run  # noqa: F401  (mps is a fixture)
 
 
 @pytest.mark.parametrize("ways", ["vmm,ipc", "ipc"])

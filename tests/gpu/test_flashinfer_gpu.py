@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from sglang_sm120.comm.flashinfer import Modules
-from test_processes import mps, run  # noqa: F401  (mps is a fixture)
+from test_processes_gpu import mps, run  # noqa: F401  (mps is a fixture)
 
 RANK = Path(__file__).with_name("flashinfer_rank.py")
 
