@@ -97,7 +97,8 @@ struct Flat {
     const bool same_size = state.reduce == p.touched_reduce && state.gather == p.touched_gather;
     if (single && same_size && state.cross == 0) {
       // It was of this size: clear where I poll, one slot back. All lanes, whatever its hidden
-      // size.
+      // size. A warp without a row has nothing to clear, and its place may lie beyond the slot.
+      if (row >= p.rows) return;
       char* mine = base + lane * kVec;
 #pragma unroll
       for (int j = 0; j < kUnits; ++j) {
@@ -385,7 +386,7 @@ struct Flat {
 #endif
     const char* state_at = reinterpret_cast<const char*>(p.state + blockIdx.x);
     const char* x_at = p.x + bytes_at(first_row, 0);
-    if (first_row >= p.rows) active = held = 0;  // nor does it clear: there is no such row
+    if (first_row >= p.rows) active = 0;
     ptx::wait_previous(state_at, x_at, active);
     const CtaState state = load_state(state_at);
     uint4 y[kUnits];

@@ -14,6 +14,17 @@ from sglang_sm120.comm.native import How, NativeCommunicator
 from sglang_sm120.comm.slab import Slabs
 
 T = TypeVar("T")
+CONTROL_BYTES = 64 << 10  # kControlBytes of csrc/core/layout.h
+GUARD_BYTES, GUARD = 256 << 10, 0x5A  # behind every slab: nobody may write there
+
+
+class _Memory:
+    """Device memory that torch did not allocate, as `torch.as_tensor` takes it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
 
 
 def _all(results: Sequence[T | None]) -> list[T]:
@@ -37,7 +48,10 @@ class VirtualGroup:
         self.lib = cuda_library()
         small = min(capacity_bytes, max(capacity_bytes * 2 // world, 64 << 10))
         nbytes = self.lib.cuda_slab_bytes(world, islands or "", capacity_bytes, small)
-        self.slabs = [self.lib.slab_ipc_allocate(nbytes) for _ in range(world)]
+        self.nbytes = nbytes
+        self.slabs = [self.lib.slab_ipc_allocate(nbytes + GUARD_BYTES) for _ in range(world)]
+        for rank in range(world):
+            self.guard(rank).fill_(GUARD)
         self.streams = [torch.cuda.Stream() for _ in range(world)]
         self.ranks = [
             NativeCommunicator(
@@ -107,6 +121,22 @@ class VirtualGroup:
     def pin(self, op: Any, rows: int, how: How | None) -> None:
         for communicator in self.ranks:
             communicator.pin(op, rows, how)
+
+    def slots(self, rank: int) -> torch.Tensor:
+        """A rank's three slots as uint8 [3, bytes of a slot], without a copy."""
+        memory = _Memory(self.slabs[rank] + CONTROL_BYTES, self.nbytes - CONTROL_BYTES)
+        return torch.as_tensor(memory, device="cuda").view(3, -1)
+
+    def guard(self, rank: int) -> torch.Tensor:
+        """The bytes behind a rank's slab, uint8, without a copy."""
+        return torch.as_tensor(_Memory(self.slabs[rank] + self.nbytes, GUARD_BYTES), device="cuda")
+
+    def dirty(self, rank: int) -> int:
+        """Bytes that are not clear outside the slot of the last call, or overwritten behind the slab: none, after any call."""
+        last = (sum(self.ranks[rank].calls.values()) - 1) % 3
+        slots = self.slots(rank)
+        stale = sum(int((slots[i] != 0xFF).sum()) for i in range(3) if i != last)
+        return stale + int((self.guard(rank) != GUARD).sum())
 
     def recover(self) -> None:
         torch.cuda.synchronize()
