@@ -214,6 +214,9 @@ void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
   p.touched_reduce = view.extent(Region::kReduce, tiles) * stride;
   p.touched_cross = view.extent(Region::kCross, tiles) * cross;
   p.touched_gather = view.extent(Region::kGather, tiles) * stride;
+  // A flat kernel that finds as many bytes as its own clears 16-bit tiles. Others lie otherwise, so
+  // all of them is to be cleared: said by the cross region, unused with one island.
+  if (!island && stride * 16 != wire_stride(Codec::kBf16)) p.touched_cross = 1;
   p.ctas = geometry.ctas;
   if (kernel != nullptr) {
     launch_flat(kernel, call, p, geometry, stream);
@@ -236,7 +239,7 @@ void Channel::launch_flat(const void* kernel, const Call& call, Params& p, Geome
   // Rows that a warp takes in turn leave copies of the sums it owns in its own inbox: the next call
   // must clear them too, which it does with everything when the cross region, unused here, counts
   // as touched.
-  if (call.schedule == Schedule::kTwoShot && p.row_stride < p.rows) p.touched_cross = 1;
+  if (call.schedule != Schedule::kOneShot && p.row_stride < p.rows) p.touched_cross = 1;
   const bool joined = norm && g.cluster > 1;
   if (threads == 0 || threads > kMaxThreads || g.ctas > kMaxCtas || g.rows_per_cta > 4 ||
       units > kMostUnits || 1u << p.cluster_log2 != g.cluster || g.ctas % g.cluster != 0 ||
