@@ -9,7 +9,14 @@ from sglang_sm120.comm.communicator import Op
 from sglang_sm120.comm.native import How
 
 FLAT = ("one_shot", "two_shot")
-PARTITIONS = {4: "0,1;2,3", 5: "0-1;2-4", 6: "0,2,4;1,3,5", 8: "0-3;4-7", 16: "0-7;8-15"}
+PARTITIONS = {
+    4: "0,1;2,3",
+    5: "0-1;2-4",
+    6: "0,2,4;1,3,5",
+    7: "0;1,2;3-6",
+    8: "0-3;4-7",
+    16: "0-7;8-15",
+}
 
 
 def parsed(text: str) -> list[list[int]]:
