@@ -75,6 +75,8 @@ Geometry choose(const Shape& shape, bool norm, bool clusters, bool crowded) {
   while (g.cluster < most && g.cluster * 2 * shape.rows <= limit && tiles >= g.cluster * 6) {
     g.cluster *= 2;
   }
+  // CTAs that join a row hold one tile per warp.
+  if (norm && ceil_div(tiles, g.cluster) > most_warps) g.cluster = 1;
   // Many rows: several in a CTA, as long as a warp can hold its share of each.
   while (g.rows_per_cta < 4 && g.cluster == 1 && shape.rows > limit * g.rows_per_cta &&
          tiles <= most_warps / (2 * g.rows_per_cta) * kMostUnits) {

@@ -62,6 +62,8 @@ def spread(
     most = 8 if clusters or not norm else 1
     while cluster < most and cluster * 2 * rows <= limit and tiles >= cluster * 6:
         cluster *= 2
+    if norm and -(-tiles // cluster) > most_warps:
+        cluster = 1
     while (
         rows_per_cta < 4
         and cluster == 1

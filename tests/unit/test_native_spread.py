@@ -1,0 +1,24 @@
+"""How rows are spread over thread blocks keeps to what the flat kernels can hold."""
+
+from __future__ import annotations
+
+import pytest
+from sglang_sm120.comm.native import spread
+
+
+@pytest.mark.parametrize("limit", [8, 16, 32])
+@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+def test_every_spread_fits_a_flat_kernel(limit: int, crowded: bool, norm: bool) -> None:
+    # The conditions of `launch_flat` in csrc/cuda/channel.cu.
+    for tiles in range(1, 65):
+        for rows in (*range(1, 132), 300, 4096):
+            cluster, warps, per_cta, ctas = spread(
+                rows, tiles * 256, limit, norm=norm, crowded=crowded
+            )
+            case = (rows, tiles, cluster, warps, per_cta, ctas)
+            units = -(-tiles // (cluster * warps))
+            assert 32 <= warps * per_cta * 32 <= (512 if crowded else 1024), case
+            assert ctas % cluster == 0 and 1 <= ctas <= limit and per_cta <= 4 and units <= 4, case
+            if norm and cluster > 1:
+                assert units == per_cta == 1 and ctas // cluster >= rows, case
