@@ -1,9 +1,10 @@
-"""How rows are spread over thread blocks keeps to what the flat kernels can hold."""
+"""How rows are spread over thread blocks keeps to what the flat kernels can hold, and slabs to 32-bit offsets."""
 
 from __future__ import annotations
 
 import pytest
-from sglang_sm120.comm.native import spread
+from sglang_sm120.comm.native import NativeCommunicator, spread
+from sglang_sm120.comm.slab import SlabError
 
 
 @pytest.mark.parametrize("limit", [8, 16, 32])
@@ -22,3 +23,15 @@ def test_every_spread_fits_a_flat_kernel(limit: int, crowded: bool, norm: bool) 
             assert ctas % cluster == 0 and 1 <= ctas <= limit and per_cta <= 4 and units <= 4, case
             if norm and cluster > 1:
                 assert units == per_cta == 1 and ctas // cluster >= rows, case
+
+
+class _HugeSlabs:
+    def cuda_slab_bytes(self, *_: object) -> int:
+        return 9 << 30
+
+
+def test_a_capacity_beyond_32_bit_offsets_is_refused_before_anything_is_allocated() -> None:
+    with pytest.raises(SlabError, match="1024 MiB makes slabs of 9216 MiB"):
+        NativeCommunicator(
+            "tp", 0, 2, lambda mine: [mine, mine], capacity_bytes=1 << 30, library=_HugeSlabs()
+        )

@@ -154,6 +154,11 @@ class NativeCommunicator(Communicator):
             raise CollectiveError(f"{name}: ranks differ in their configuration ({shown})")
         if slabs is None:
             nbytes = library.cuda_slab_bytes(world, self._islands, capacity_bytes, self._small)
+            if nbytes >= 1 << 32:
+                raise slab.SlabError(
+                    f"{name}: a capacity of {capacity_bytes >> 20} MiB makes slabs of {nbytes >> 20} MiB, which must be "
+                    "below 4096: lower --sm120-capacity-mib"
+                )
             slabs = slab.share(
                 library, exchange, rank, world, nbytes, ways=ways, numa_node=numa_node
             )
