@@ -161,6 +161,13 @@ bool Channel::admits(Schedule schedule, Dtype dtype, const Shape& shape, bool in
 }
 
 void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
+  // It would overwrite what peers wait for: better no call at all, alike on every rank.
+  if (!admits(call.schedule, call.dtype, call.shape, call.int8)) {
+    throw std::invalid_argument("rank " + std::to_string(config_.rank) + ": a call of " +
+                                std::to_string(call.shape.rows) + " x " +
+                                std::to_string(call.shape.hidden) +
+                                " does not fit the slab; ask admits() before the call");
+  }
   const Codec plain = lossless(call.dtype);
   const Codec codec = call.int8 ? Codec::kInt8 : plain;
   const Codec partial = call.fp32_partial ? Codec::kF32 : codec;

@@ -73,3 +73,14 @@ def test_a_lane_left_behind_is_seen() -> None:
         got = group.each(late)
         assert got[0] is not None and got[1] is not None
         assert not torch.equal(got[0], expected) and torch.equal(got[1], expected)
+
+
+def test_a_call_beyond_the_slab_is_refused_and_the_next_one_is_right() -> None:
+    with VirtualGroup(2, capacity_bytes=1 << 20) as group:
+        big, _, _ = inputs(2, 74, 7168)
+        assert not group.ranks[0].admits(Op.ALL_REDUCE, 74, 7168, torch.bfloat16)
+        for rank, communicator in enumerate(group.ranks):
+            with pytest.raises(Exception, match="74 x 7168 does not fit the slab"):
+                communicator.all_reduce(big[rank])
+        parts, _, _ = inputs(2, 4, 7168)
+        assert all(torch.equal(out, canonical_sum(parts)) for out in group.sum(parts))
