@@ -33,7 +33,10 @@ def _all(results: Sequence[T | None]) -> list[T]:
 
 
 class VirtualGroup:
-    """`world` ranks on one GPU."""
+    """`world` ranks on one GPU.
+
+    With `way` "host" the kernels do what they do for slabs in host memory, over device memory all the same.
+    """
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class VirtualGroup:
         islands: str | None = None,
         capacity_bytes: int = 4 << 20,
         timeout_ms: int = 1000,
+        way: str = "ipc",
         **options: Any,
     ) -> None:
         self.world = world
@@ -63,7 +67,7 @@ class VirtualGroup:
                 capacity_bytes=capacity_bytes,
                 timeout_ms=timeout_ms,
                 early_launch=True,  # nothing else runs on this GPU
-                slabs=Slabs(list(self.slabs), nbytes, "ipc"),
+                slabs=Slabs(list(self.slabs), nbytes, way),
                 **options,
             )
             for rank in range(world)

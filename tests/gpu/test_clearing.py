@@ -84,3 +84,13 @@ def test_a_call_beyond_the_slab_is_refused_and_the_next_one_is_right() -> None:
                 communicator.all_reduce(big[rank])
         parts, _, _ = inputs(2, 4, 7168)
         assert all(torch.equal(out, canonical_sum(parts)) for out in group.sum(parts))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("schedule", ["one_shot", "two_shot"])
+def test_paced_pushes_of_mailboxes_leave_nothing_behind(world: int, schedule: str) -> None:
+    # Above 64 KiB, with rows in turn: the next row is pushed before this one is read, after a look at one vector.
+    with VirtualGroup(world, way="host") as group:
+        for step, ctas in enumerate((8, 32, 8, 8, 32, 5)):
+            call(group, 40, 2880, torch.bfloat16, How(schedule, 1, 12, 1, ctas), step)
+            call(group, 2, 264, torch.bfloat16, How(schedule), step)
