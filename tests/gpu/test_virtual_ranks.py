@@ -50,8 +50,8 @@ def test_sum_is_canonical_in_every_flat_schedule(world: int, dtype: torch.dtype)
             ):
                 early = world <= 8
                 group.pin(Op.ALL_REDUCE, rows, How(schedule, early_launch=early))
-                parts, _, _ = inputs(world, rows, hidden, dtype, seed=rows)
-                for _ in range(4):  # every slot, and a cleared one again
+                for call in range(4):  # every slot, and a cleared one again
+                    parts, _, _ = inputs(world, rows, hidden, dtype, seed=4 * rows + call)
                     got = group.sum(parts)
                     assert same_bits(got, canonical_sum(parts)), (schedule, rows, hidden)
 
@@ -199,9 +199,9 @@ def test_special_values() -> None:
         with VirtualGroup(world) as group:
             for schedule in FLAT:
                 group.pin(Op.ALL_REDUCE, 1, How(schedule))
-                parts = [pattern.roll(r).view(1, 256).clone() for r in range(world)]
-                expected = canonical_sum(parts)
-                for _ in range(4):
+                for call in range(4):
+                    parts = [pattern.roll(r + 7 * call).view(1, 256).clone() for r in range(world)]
+                    expected = canonical_sum(parts)
                     for got in group.sum(parts):
                         assert got is not None
                         nan = expected.isnan()
@@ -257,3 +257,20 @@ def test_mixed_calls_of_all_kinds_follow_each_other() -> None:
                     got = group.norm(parts, residual, weight)
                     wanted = reference_norm(expected, residual, weight, 1e-6)[1]
                     assert same_bits([g[1] for g in got if g], wanted), step
+
+
+def test_tensors_may_begin_between_vectors() -> None:
+    with VirtualGroup(2) as group:
+        parts, residual, weight = inputs(2, 3, 1024, seed=5)
+
+        def shifted(x: torch.Tensor) -> torch.Tensor:
+            """The same values, three elements behind an allocation's start."""
+            room = torch.empty(x.numel() + 3, dtype=x.dtype, device=x.device)
+            return room[3:].view(x.shape).copy_(x)
+
+        total = canonical_sum(parts)
+        assert same_bits(group.sum([shifted(p) for p in parts]), total)
+        exact, expected = reference_norm(total, residual, weight, 1e-6)
+        moved = [shifted(p) for p in parts], shifted(residual), shifted(weight)
+        for normed, residual_out in group.norm(*moved):
+            assert same_bits([residual_out], expected) and ulps(normed, exact) <= 1

@@ -253,7 +253,7 @@ class NativeCommunicator(Communicator):
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
+        x = _aligned(x.contiguous())
         out = torch.empty_like(x)
         how = self._begin(Op.ALL_REDUCE, x)
         self._lib.cuda_all_reduce(self._handle, how, x, out, self._current_stream())
@@ -268,7 +268,7 @@ class NativeCommunicator(Communicator):
         *,
         gemma: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual, weight = norm_inputs(x, residual, weight)
+        x, residual, weight = map(_aligned, norm_inputs(x, residual, weight))
         out = torch.empty_like(x)
         residual_out = torch.empty_like(x)
         how = self._begin(Op.ALL_REDUCE_RMSNORM, x)
@@ -301,7 +301,7 @@ class NativeCommunicator(Communicator):
             CollectiveError: as for `all_reduce`.
             ValueError: another group size.
         """
-        x, residual, weight = norm_inputs(x, residual, weight)
+        x, residual, weight = map(_aligned, norm_inputs(x, residual, weight))
         hidden = x.shape[-1]
         if group not in (0, 128) or (group and hidden % group):
             raise ValueError(
@@ -451,6 +451,11 @@ class NativeCommunicator(Communicator):
     def __del__(self) -> None:
         if getattr(self, "_handle", 0):
             self.close()
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy where it begins between 16-byte vectors, as a slice of a tensor may: the kernels load vectors."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _call_text(rows: int, hidden: int, op: int, dtype: int) -> str:
