@@ -12,6 +12,8 @@ namespace {
 constexpr uint32_t kSmallRows = 64;  // up to here a call uses at most kSmallCtas
 constexpr uint32_t kSmallCtas = 16;
 constexpr uint32_t kLargeCtas = 32;
+// Four tiles of 16 bytes per thread of a flat kernel; 64 fp32 tiles of a row in a general one.
+constexpr int kMostShared = 64 << 10;
 // Below this many bytes a mailbox call is latency: a first look at one vector would only cost its
 // round trip.
 constexpr uint64_t kScoutBytes = 64 << 10;
@@ -50,8 +52,9 @@ void launch_kernel(const void* kernel, uint32_t ctas, uint32_t threads, uint32_t
   config.attrs = attributes;
   config.numAttrs = n;
   if (shared > 40 * 1024) {  // with the kernel's own, above the default of 48 KiB
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shared)),
+    // Always the same limit: a smaller one, set by a later call, might not fit a launch that was
+    // captured before.
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostShared),
           "raise the shared memory limit");
   }
   check(cudaLaunchKernelExC(&config, kernel, arguments), "launch");
