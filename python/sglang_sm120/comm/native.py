@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sm120.comm import model, slab
+from sglang_sm120.comm import flight, model, slab
 from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op, norm_inputs
 from sglang_sm120.comm.schedule import SCHEDULES, islands_text
 from sglang_sm120.fabric import islands as isl
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from sglang_sm120.comm.factory import GroupSpec
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_DTYPE_NAMES = ("float32", "bfloat16", "float16")
-_PHASES = ("idle", "push", "reduce", "cross", "gather", "record")
-_OPS = (Op.ALL_REDUCE, Op.ALL_REDUCE_RMSNORM, Op.ALL_REDUCE_RMSNORM_FP8)
-_LEFT, _MISMATCH = 3, 4
 
 # Bytes up to which pushing to everyone beats the second hop of two-shot, by world size.
 # Measured by benchmark/allreduce.py; see docs/kernels.md.
@@ -375,63 +371,7 @@ class NativeCommunicator(Communicator):
 
     def describe_failure(self) -> str:
         """One sentence about the failure: which ranks, which call, which shape, how long."""
-        flight = list(self._lib.cuda_flight(self._handle))
-        if not flight:
-            return f"{self.name}: no failure on rank {self.rank}"
-        _, channel, phase, tile, source, op, dtype, rows, hidden, call, waited, why = flight
-        what = _call_text(rows, hidden, op, dtype)
-        where = f"{self.name}, channel {channel}, call {call}, rank {self.rank}"
-        # The records that ranks leave when they begin a call tell a rank that never came from one that waits too.
-        missing, others = self._who_called(call)
-        for rank, other in others.items():
-            if other != (rows, hidden, op, dtype):
-                return (
-                    f"{where}: call mismatch: this rank called {what}, "
-                    f"rank {rank} called {_call_text(*other)}"
-                )
-        if why == _MISMATCH:
-            return f"{where}: call mismatch: this rank called {what}, rank {source} something else"
-        waited_for = (
-            f"this rank waited for rank {source}, phase {_PHASES[phase]}, tile {tile}, "
-            f"bound {waited / 1e6:.0f} ms"
-        )
-        if not missing and why != _LEFT:
-            return (
-                f"{where}: all ranks began {what}, but data of rank {source} did not arrive: its GPU could not run "
-                f"the whole kernel beside other work, or its stores are lost ({waited_for})"
-            )
-        named = missing or [source]
-        ranks = " and ".join(str(rank) for rank in named)
-        verb = "are" if len(named) > 1 else "is"
-        noun = "ranks" if len(named) > 1 else "rank"
-        found = ", as another rank found" if why == _LEFT else ""
-        return f"{where}: {noun} {ranks} {verb} missing in {what}{found} ({waited_for})"
-
-    def _who_called(self, call: int) -> tuple[list[int], dict[int, tuple[int, int, int, int]]]:
-        """(ranks that have not begun `call`, the shapes of those that have), from the call records."""
-        missing: list[int] = []
-        others: dict[int, tuple[int, int, int, int]] = {}
-        with contextlib.suppress(RuntimeError):
-            # A later call clears this call's records: who is found there has been here.
-            later = {
-                rank
-                for ahead in (1, 2)
-                for rank, record in enumerate(self._records(call + ahead))
-                if record[0] > call
-            }
-            for rank, (epoch, rows, hidden, op, dtype) in enumerate(self._records(call)):
-                if rank == self.rank or rank in later:
-                    continue
-                if epoch < call:
-                    missing.append(rank)
-                elif epoch == call:
-                    others[rank] = (rows, hidden, op, dtype)
-        return missing, others
-
-    def _records(self, call: int) -> list[tuple[int, int, int, int, int]]:
-        """Per rank (epoch, rows, hidden, op, dtype) of the call in that call's slot; -1 where none arrived."""
-        flat = list(self._lib.cuda_records(self._handle, call, self.world))
-        return [tuple(flat[i : i + 5]) for i in range(0, len(flat), 5)]
+        return flight.sentence(self._lib, self._handle, self.name, self.rank, self.world)
 
     def recover(self, exchange: slab.Exchange) -> None:
         """Start afresh after a failure: every rank clears its slab and counters. Collective."""
@@ -456,10 +396,6 @@ class NativeCommunicator(Communicator):
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a copy where it begins between 16-byte vectors, as a slice of a tensor may: the kernels load vectors."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-def _call_text(rows: int, hidden: int, op: int, dtype: int) -> str:
-    return f"{_OPS[op].value}, {rows} x {hidden} {_DTYPE_NAMES[dtype]}"
 
 
 def process_group_exchange(process_group: Any) -> slab.Exchange:

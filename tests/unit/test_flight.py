@@ -1,11 +1,9 @@
-"""What a native communicator says about a failed call, from the records that ranks leave; the CUDA library is a stand-in."""
+"""What is said about a failed call, from the records that ranks leave; the CUDA library is a stand-in."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from sglang_sm120.comm.native import NativeCommunicator
+from sglang_sm120.comm import flight
 
 CALL, ROWS, HIDDEN, OP, BF16 = 7, 16, 7168, 1, 1
 PHASE_REDUCE, TILE, BOUND_NS = 2, 28, 60_000_000_000
@@ -30,10 +28,7 @@ class Library:
 
 
 def said(newest: list[int], why: int, source: int) -> str:
-    communicator: Any = NativeCommunicator.__new__(NativeCommunicator)
-    communicator.name, communicator.rank, communicator.world = "tp", 0, len(newest)
-    communicator._handle, communicator._lib = 0, Library(newest, why, source)
-    return NativeCommunicator.describe_failure(communicator)
+    return flight.sentence(Library(newest, why, source), 1, "tp", 0, len(newest))
 
 
 @pytest.mark.parametrize(
