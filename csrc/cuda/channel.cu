@@ -112,8 +112,7 @@ Channel::Channel(const ChannelConfig& config, void* const* slabs)
   base_.claim = reinterpret_cast<uint32_t*>(private_ + sizeof(CtaState) * kMaxCtas);
   base_.flight = flight_device_;
   for (uint32_t r = 0; r < config.topology.world; ++r) base_.peer[r] = static_cast<char*>(slabs[r]);
-  base_.timeout_units =
-      static_cast<uint32_t>(std::min<uint64_t>(config.timeout_ms * 1000000 / 1024, 0x7FFFFFFF));
+  set_timeout_ms(config.timeout_ms);
   base_.slot0 = static_cast<uint32_t>(layout_.slot(0));
   base_.slot_bytes = static_cast<uint32_t>(layout_.slot_bytes);
   base_.cross_offset = static_cast<uint32_t>(layout_.offset[static_cast<int>(Region::kCross)]);

@@ -435,6 +435,7 @@ def build(spec: GroupSpec) -> Communicator:
     Raises:
         Declined: no CUDA device, a world FlashInfer has no kernel for, or a version without the 12.x kernels.
     """
+    _check(spec)
     return _built(spec, Modules(pcie=True, trtllm=True, norm=True))
 
 
@@ -473,7 +474,6 @@ def _check(spec: GroupSpec) -> None:
 def _built(spec: GroupSpec, modules: Modules) -> FlashInferCommunicator:
     from sglang_sm120.comm.native import process_group_exchange
 
-    _check(spec)
     return FlashInferCommunicator(
         spec.name,
         spec.rank,

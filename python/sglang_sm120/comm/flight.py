@@ -9,8 +9,8 @@ from sglang_sm120.comm.communicator import Op
 
 # In the order of the C++ enumerations.
 _DTYPES = ("float32", "bfloat16", "float16")
-_PHASES = ("idle", "push", "reduce", "cross", "gather", "record")
-_OPS = (Op.ALL_REDUCE, Op.ALL_REDUCE_RMSNORM, Op.ALL_REDUCE_RMSNORM_FP8)
+PHASES = ("idle", "push", "reduce", "cross", "gather", "record")
+OPS = (Op.ALL_REDUCE, Op.ALL_REDUCE_RMSNORM, Op.ALL_REDUCE_RMSNORM_FP8)
 _LEFT, _MISMATCH = 3, 4
 
 Shape = tuple[int, int, int, int]  # rows, hidden, operation, dtype
@@ -42,7 +42,7 @@ def sentence(library: Any, handle: int, name: str, rank: int, world: int) -> str
     if why == _MISMATCH:
         return f"{where}: call mismatch: this rank called {what}, rank {source} something else"
     waited_for = (
-        f"this rank waited for rank {source}, phase {_PHASES[phase]}, tile {tile}, "
+        f"this rank waited for rank {source}, phase {PHASES[phase]}, tile {tile}, "
         f"bound {waited / 1e6:.0f} ms"
     )
     if not missing and why != _LEFT:
@@ -92,4 +92,4 @@ def _records(
 
 
 def _text(rows: int, hidden: int, op: int, dtype: int) -> str:
-    return f"{_OPS[op].value}, {rows} x {hidden} {_DTYPES[dtype]}"
+    return f"{OPS[op].value}, {rows} x {hidden} {_DTYPES[dtype]}"

@@ -11,11 +11,10 @@ import torch
 
 from sglang_sm120.comm._lib import host_library
 from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op, norm_inputs
+from sglang_sm120.comm.flight import OPS, PHASES
 from sglang_sm120.comm.schedule import SCHEDULES, islands_text
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_PHASES = ("idle", "push", "reduce", "cross", "gather", "record")
-_OPS = (Op.ALL_REDUCE, Op.ALL_REDUCE_RMSNORM, Op.ALL_REDUCE_RMSNORM_FP8)
 
 # A call travels in pieces of at most this size: larger ones would not stay in a core's cache.
 _LARGEST_PIECE = 1 << 20
@@ -223,7 +222,7 @@ class HostCommunicator(Communicator):
             return None
         rank, channel, phase, tile, source, op, _, rows, hidden, call, waited = raw[1:]
         return FlightRecord(
-            rank, channel, _PHASES[phase], tile, source, _OPS[op], rows, hidden, call, waited
+            rank, channel, PHASES[phase], tile, source, OPS[op], rows, hidden, call, waited
         )
 
     def payload_bytes(self) -> list[int]:

@@ -102,6 +102,21 @@ def say_who_waits(result: bool, attn_backends: Sequence[Any]) -> None:
     )
 
 
+def sampler(path: str) -> Binding:
+    """The hook around a sampler of draft trees: SGLang's, or the CPU platform's with the same parameters."""
+    return Binding(
+        Target(
+            path,
+            "(predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, "
+            "retrive_next_sibling, uniform_samples, uniform_samples_for_final_sampling, target_probs, "
+            "draft_probs, threshold_single=..., threshold_acc=..., deterministic=...)",
+            "sends the results of sampled verification to all ranks in one sum",
+        ),
+        HookType.AROUND,
+        share_results,
+    )
+
+
 BROADCAST = Binding(
     Target(
         "sglang.srt.distributed.parallel_state.GroupCoordinator.broadcast",
@@ -115,17 +130,7 @@ BROADCAST = Binding(
 PART = Part(
     "seams",
     (
-        Binding(
-            Target(
-                "sglang.kernels.ops.speculative.sampling.tree_speculative_sampling_target_only",
-                "(predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, "
-                "retrive_next_sibling, uniform_samples, uniform_samples_for_final_sampling, target_probs, "
-                "draft_probs, threshold_single=..., threshold_acc=..., deterministic=...)",
-                "sends the results of sampled verification to all ranks in one sum",
-            ),
-            HookType.AROUND,
-            share_results,
-        ),
+        sampler("sglang.kernels.ops.speculative.sampling.tree_speculative_sampling_target_only"),
         BROADCAST,
         Binding(
             Target(
