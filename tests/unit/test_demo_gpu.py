@@ -113,11 +113,8 @@ class Scripted(GpuTrial):
     def __init__(self, setup: gpu_trial.Setup, *_: object) -> None:
         self.setup = setup
 
-    def spawn(self) -> None:
-        self.log.append(f"spawn {self.setup.name}")
-
-    def ready(self) -> None:
-        self.log.append(f"ready {self.setup.name}")
+    def start(self) -> None:
+        self.log.append(f"start {self.setup.name}")
         if self.setup.name == "pcie_ipc":
             raise ServerError("it ended")
 
@@ -133,7 +130,7 @@ class Scripted(GpuTrial):
         self.log.append(f"stop {self.setup.name}")
 
 
-def test_the_next_server_starts_while_one_is_measured_and_a_failed_one_holds_up_none(
+def test_no_server_starts_beside_a_measured_one_and_a_failed_one_holds_up_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_trial, "GpuTrial", Scripted)
@@ -148,9 +145,9 @@ def test_the_next_server_starts_while_one_is_measured_and_a_failed_one_holds_up_
     assert outcomes[-1].death == "rank 3 has died"
     assert seen == [1, 1, 2]
     assert Scripted.log == [
-        "spawn eagle3", "ready eagle3", "spawn pcie_ipc", "measure eagle3", "stop eagle3",
-        "ready pcie_ipc", "spawn plugin", "stop pcie_ipc",
-        "ready plugin", "measure plugin", "kill plugin", "stop plugin",
+        "start eagle3", "measure eagle3", "stop eagle3",
+        "start pcie_ipc", "stop pcie_ipc",
+        "start plugin", "measure plugin", "kill plugin", "stop plugin",
     ]  # fmt: skip
 
 

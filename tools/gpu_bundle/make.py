@@ -53,7 +53,10 @@ def register():
         HookType.REPLACE,
     )
 '''
-UNUSED = ("sglang/multimodal_gen", "sglang/test", "sglang/srt/rust_extensions", "sglang/srt/mem_cache/rust_tree_core")  # fmt: skip
+UNUSED = (
+    "sglang/multimodal_gen", "sglang/test", "sglang/srt/rust_extensions", "sglang/srt/mem_cache/rust_tree_core",
+    "tvm_ffi/3rdparty", "zstandard/_cffi.cpython-312-x86_64-linux-gnu.so",
+)  # fmt: skip
 
 
 def fetch(pins: list[str], into: Path) -> list[Path]:

@@ -52,11 +52,13 @@ def setups(flashinfer: str = "") -> dict[str, Setup]:
     if flashinfer:
         # Only its all-reduce is wanted: without this SGLang would also take its attention and sampling kernels.
         ipc |= {"SGLANG_IS_FLASHINFER_AVAILABLE": "false", "PYTHONPATH": python_path(flashinfer)}
+    # Its tuner tries launches whose CTAs of all ranks do not fit one GPU together, and waits for ever.
+    untuned = ("--disable-flashinfer-autotune",)
     keep = ("--sm120-nccl", "keep", "--sm120-verify", "off")
     known = (
         Setup("plain", "plain", NCCL_ONLY, speculates=False),
         Setup("eagle3", "EAGLE-3, NCCL", NCCL_ONLY),
-        Setup("pcie_ipc", "EAGLE-3, pcie_ipc", NCCL_ONLY, ipc),
+        Setup("pcie_ipc", "EAGLE-3, pcie_ipc", (*NCCL_ONLY, *untuned), ipc),
         Setup("kernels", "EAGLE-3, our kernels alone", (*FUSION, *keep), ours=True),
         Setup("compact", "EAGLE-3, compact NCCL alone", (*FUSION, "--sm120-backend", "nccl", "--sm120-verify", "off")),
         Setup("plugin", "EAGLE-3, plugin", FUSION, ours=True),
@@ -128,9 +130,10 @@ def questions(built: Built, count: int, new: int) -> list[tuple[list[int], list[
 
 
 class GpuTrial:
-    """A server of one setup: `spawn`, then `run` (which waits until it is ready), which also stops it.
+    """A server of one setup: `start`, `measure`, at the end perhaps `kill_a_rank`, and `stop`.
 
-    Spawned while the one before is still measured, a server spends that time on imports and not on the GPU.
+    One is stopped before the next is started: imports of a server beside it made ranks of the measured one wait for
+    each other's host, 5 ms per pass.
     """
 
     def __init__(self, setup: Setup, built: Built, ranks: int, folder: Path) -> None:
@@ -145,17 +148,13 @@ class GpuTrial:
             built.target, flags, tp=ranks, env=env, log=folder / f"{setup.name}.log", start_timeout_s=240.0
         )  # fmt: skip
 
-    def spawn(self) -> None:
-        """Start the server and return at once."""
-        self.server.spawn()
-
-    def ready(self) -> None:
-        """Wait until the server answers.
+    def start(self) -> None:
+        """Start the server and wait until it answers.
 
         Raises:
             ServerError: it ended, or was not ready in time.
         """
-        self.server.wait_ready()
+        self.server.start()
 
     def measure(self, count: int, new: int, *, profile: bool) -> GpuOutcome:
         """Ask, time and profile a server that is ready.
@@ -272,24 +271,16 @@ def run_all(
     failed: list[str] = []
     trials = [GpuTrial(setup, built, ranks, folder) for setup in chosen]
     last_ours = next((t for t in reversed(trials) if t.setup.ours), None)
-    trials[0].spawn()
-    for number, trial in enumerate(trials):
-        following = trials[number + 1] if number + 1 < len(trials) else None
+    for trial in trials:
         try:
-            trial.ready()
-            if following:
-                following.spawn()
+            trial.start()
             outcome = trial.measure(count, new, profile=profile)
             if trial is last_ours:
                 outcome.death = trial.kill_a_rank()
             outcomes.append(outcome)
-            on_outcome(outcomes, failed)
         except ServerError as error:
             failed.append(f"{trial.setup.title}: {error}")
-            on_outcome(outcomes, failed)
-            with contextlib.suppress(ServerError):
-                if following:
-                    following.spawn()
         finally:
             trial.stop()
+        on_outcome(outcomes, failed)
     return outcomes, failed
