@@ -96,6 +96,7 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str, out: Any) -> Non
         versions=installed(),
         islands=flat(world),
         cache=Path(folder) / "plans",
+        fp8=True,
     )
     inner = communicator(args.rig, rank, world, session, exchange)
     dtype, backend = torch.bfloat16, "host" if args.rig == "host" else "native"

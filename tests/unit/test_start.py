@@ -114,6 +114,7 @@ def start_all(
     extras: tuple[str, ...] = ("mailbox", "flashinfer"),
     tune: Callable[[Backend], None] = lambda made: None,
     counters: CallCounters | None = None,
+    fp8: bool = False,
 ) -> list[PlannedCommunicator]:
     """Start the ranks of a described machine whose `native` backend may be joined by others."""
     ways = {"native": (("one_shot", 0), ("one_shot", 8), ("two_shot", 0)), "mailbox": (("", 0),), "flashinfer": (("pcie_staged", 8),)}  # fmt: skip
@@ -154,6 +155,7 @@ def start_all(
                 pin=pin,
                 environ=environ or {},
                 cache=cache,
+                fp8=fp8,
             ),
             device=torch.device("cpu"),
             exchange=meets["group"].of(rank),
@@ -267,13 +269,17 @@ def test_c33_a_kept_plan_with_flashinfer_makes_it_again_and_checks_it(
     assert not third[0].plan.serves("flashinfer") and third[0].plan.serves("native")
 
 
-def test_the_fp8_epilogue_is_planned_where_a_backend_has_one(monkeypatch) -> None:
+def test_the_fp8_epilogue_is_planned_where_a_backend_has_one_and_someone_asks(monkeypatch) -> None:
     rig = Rig({"nccl": 30.0, "native": 10.0})
-    without = start_all(rig, monkeypatch, extras=())
+    unasked = start_all(rig, monkeypatch, extras=(), primary=WithFp8)
+    assert {e.op for e in unasked[0].plan.entries} == {Op.ALL_REDUCE, Op.ALL_REDUCE_RMSNORM}
+    without = start_all(rig, monkeypatch, extras=(), fp8=True)
     assert without[0].plan.lookup(Op.ALL_REDUCE_RMSNORM_FP8, 4).backend == "nccl"
     assert not without[0].admits(Op.ALL_REDUCE_RMSNORM_FP8, 4, HIDDEN, BF16)
     registry = CollectorRegistry()
-    ranks = start_all(rig, monkeypatch, extras=(), primary=WithFp8, counters=CallCounters(registry))
+    ranks = start_all(
+        rig, monkeypatch, extras=(), primary=WithFp8, counters=CallCounters(registry), fp8=True
+    )
     entries = [e for e in ranks[0].plan.entries if e.op is Op.ALL_REDUCE_RMSNORM_FP8]
     assert [e.rows for e in entries] == list(ROWS)
     assert {e.choice.backend for e in entries} == {"native"}

@@ -27,7 +27,7 @@ def add_norm(
 
 
 def quantise(x: torch.Tensor) -> object:
-    """Per-token FP8 E4M3 by torch, where the caller knows no faster way."""
+    """Per-token FP8 E4M3 by torch."""
     scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / E4M3_MAX
     return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
@@ -40,18 +40,16 @@ class Baseline:
         sum: sums a tensor over the group, in place or not.
         capture: entered around the capture of a CUDA graph that holds such sums.
         add_norm: (x, residual, weight, eps) -> normed: what follows a sum where the operation has a norm.
-        quantise: what follows the norm where the operation ends in FP8.
     """
 
     sum: Callable[[torch.Tensor], object]
     capture: timing.Capture = nullcontext
     add_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], object] = add_norm
-    quantise: Callable[[torch.Tensor], object] = quantise
 
 
-def operations(served: Mapping[str, Communicator]) -> tuple[Op, ...]:
-    """The operations worth planning: the FP8 epilogue only where a backend has one."""
-    fp8 = any(hasattr(inner, "all_reduce_rmsnorm_fp8") for inner in served.values())
+def operations(served: Mapping[str, Communicator], fp8: bool = True) -> tuple[Op, ...]:
+    """The operations worth planning: with `fp8` also the FP8 epilogue, where a backend has one."""
+    fp8 = fp8 and any(hasattr(inner, "all_reduce_rmsnorm_fp8") for inner in served.values())
     return (Op.ALL_REDUCE, Op.ALL_REDUCE_RMSNORM, *([Op.ALL_REDUCE_RMSNORM_FP8] if fp8 else []))
 
 
@@ -129,7 +127,7 @@ def _baseline_timer(
             if op is not Op.ALL_REDUCE:
                 baseline.add_norm(x, residual, weight, EPS)
             if op is Op.ALL_REDUCE_RMSNORM_FP8:
-                baseline.quantise(x)
+                quantise(x)
 
         return timing.call_us(call, device, baseline.capture)
 

@@ -20,8 +20,9 @@ from sglang_sm120.fabric import islands as isl
 from sglang_sm120.fabric.report import ProbeReport, forbidden
 from sglang_sm120.fabric.verdict import Verdict
 
-# The second look: how many candidates at a row count, how near to the fastest, and rows between two sampled ones.
-LOOK_CANDIDATES, LOOK_NEAR, LOOK_BETWEEN = 4, 0.5, 2
+# The further looks: how many candidates at a row count, how near to the fastest in each look, and rows between two
+# sampled ones. One call takes a few microseconds, of which single timings miss some 5 %.
+LOOK_CANDIDATES, LOOK_NEAR, LOOK_BETWEEN = 4, (0.5, 0.1), 2
 OURS = ("native", "mailbox", "host")  # backends whose schedule this plan picks
 
 
@@ -145,7 +146,7 @@ def make_plan(
     sample = spread(request.rows, request.timed_rows)
     times: Times = {}
     todo = _first(alive, request.ops, sample)
-    for look in range(2):
+    for near in (*LOOK_NEAR, None):
         mine, failed, dead = _time(alive, todo)
         told = exchange((mine, failed, dead))
         for r, (_, _, why) in enumerate(told):
@@ -157,11 +158,11 @@ def make_plan(
         problems = [f"{n} (rank {r})" for r, (_, lost, _) in enumerate(told) for n in lost]
         notes.extend(f"failed while timed: {p}" for p in problems)
         for key, us in _slowest([t for t, _, _ in told]).items():
-            # Noise only adds: the faster of two looks is nearer to the truth; a failure stays one.
+            # Noise only adds: the fastest of several looks is nearest to the truth; a failure stays one.
             before = times.get(key, us)
             times[key] = max(us, before) if math.inf in (us, before) else min(us, before)
-        if look == 0:
-            todo = exchange(_close(request, times, sample) if rank == 0 else None)[0]
+        if near is not None:
+            todo = exchange(_close(request, times, sample, near) if rank == 0 else None)[0]
     problems = [note for note in notes if note.startswith("failed while timed")]
     plan, refused = None, ""
     if rank == 0:
@@ -218,14 +219,14 @@ def _first(candidates: Sequence[Candidate], ops: Sequence[Op], sample: Sequence[
     ]
 
 
-def _close(request: Request, times: Times, sample: Sequence[int]) -> Todo:
-    """What is worth a second look: at each sampled row count the candidates that are nearly the fastest, and between
+def _close(request: Request, times: Times, sample: Sequence[int], near: float) -> Todo:
+    """What is worth another look: at each sampled row count the candidates that are nearly the fastest, and between
     two sampled ones those of either side, so that a change is put where it belongs."""
     names = list(dict.fromkeys(name for name, _, _ in times))
 
     def leaders(op: Op, rows: int) -> list[str]:
         here = sorted((times.get((n, op.value, rows), math.inf), n) for n in names)
-        return [n for t, n in here[:LOOK_CANDIDATES] if t <= here[0][0] * (1 + LOOK_NEAR)]
+        return [n for t, n in here[:LOOK_CANDIDATES] if t <= here[0][0] * (1 + near)]
 
     out: Todo = []
     for op in request.ops:

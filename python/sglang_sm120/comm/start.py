@@ -43,6 +43,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         environ: the process's environment (the user's NCCL switches).
         cache: folder of kept plans, None for none.
         kernel: release of the running kernel.
+        fp8: plan the operation with the FP8 epilogue too. No layer of SGLang 0.5.23 calls it, and its baseline takes
+            seconds to compile at first use, so servers leave it out.
     """
 
     gpus: tuple[str, ...]
@@ -55,6 +57,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     environ: Mapping[str, str] = {}
     cache: Path | None = None
     kernel: str = ""
+    fp8: bool = False
 
 
 def planned(
@@ -110,7 +113,7 @@ def planned(
             hidden=hidden,
             itemsize=dtype.itemsize,
             rows=tuple(sorted(set(rows))) or rows_up_to(DEFAULT_ROWS),
-            ops=operations(served),
+            ops=operations(served, setting.fp8),
             pin=setting.pin,
         )
         # Ranks may be started with their own variables; the baseline is rank 0's as much as anyone's.
@@ -123,7 +126,7 @@ def planned(
             hidden=hidden,
             itemsize=dtype.itemsize,
             rows=request.rows,
-            options=f"{setting.options} backend={backend} islands={isl.text(setting.islands)} "
+            options=f"{setting.options} backend={backend} islands={isl.text(setting.islands)} fp8={setting.fp8} "
             f"nccl={settings}",
             kernel=setting.kernel,
         )

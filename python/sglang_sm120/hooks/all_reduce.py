@@ -14,7 +14,7 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_sm120.comm import factory
-from sglang_sm120.comm.candidates import Baseline, quantise
+from sglang_sm120.comm.candidates import Baseline
 from sglang_sm120.comm.choosing import PlanRefused
 from sglang_sm120.comm.communicator import CollectiveError
 from sglang_sm120.hooks import rows
@@ -73,7 +73,7 @@ def dispatch(original: Callable[..., Any], group: Any, device: Any) -> Any:
         group,
         device,
         session.options,
-        baseline=Baseline(own.sum, own.capture, own.add_norm, own.quantise),
+        baseline=Baseline(own.sum, own.capture, own.add_norm),
     )
     session.outcomes[name] = outcome
     if session.tp_rank == 0:
@@ -132,14 +132,6 @@ class SglangSum:
             norm = self._norms[x.shape[-1]] = RMSNorm(x.shape[-1], eps=eps)
             norm.weight = torch.nn.Parameter(weight, requires_grad=False)
         return norm(x, residual)
-
-    def quantise(self, x: torch.Tensor) -> object:
-        """Per-token FP8 by the kernel that SGLang's own layers call."""
-        try:
-            from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_quant_fp8
-        except ImportError:
-            return quantise(x)
-        return sglang_per_token_quant_fp8(x) if x.is_cuda else quantise(x)
 
     def _coordinator(self) -> Any:
         # SGLang registers the coordinator only after it has made its custom all-reduce.
