@@ -58,5 +58,6 @@ def test_choices_stay_within_five_percent_of_the_best(world: int) -> None:
                 name = plan.lookup(op, rows).name
                 if here[name] > 1.05 * best:
                     far.append(f"seed {seed} {op.value} {rows}: {name} {here[name] / best:.2f}")
-    # What is left needs a candidate to be disturbed in both looks; with one look 1.3 % are further off.
-    assert len(far) <= 0.005 * len(SEEDS) * len(OPS) * len(ROWS), far
+    # What is left needs a candidate to be disturbed in its looks or a change that pays less than it costs; with one look
+    # 1.3 % are further off.
+    assert len(far) <= 0.0025 * len(SEEDS) * len(OPS) * len(ROWS), far

@@ -22,7 +22,7 @@ from sglang_sm120.fabric.verdict import Verdict
 
 # The further looks: how many candidates at a row count, how near to the fastest in each look, and rows between two
 # sampled ones. One call takes a few microseconds, of which single timings miss some 5 %.
-LOOK_CANDIDATES, LOOK_NEAR, LOOK_BETWEEN = 4, (0.5, 0.1), 2
+LOOK_CANDIDATES, LOOK_NEAR, LOOK_BETWEEN = 6, (0.5, 0.1), 2
 OURS = ("native", "mailbox", "host")  # backends whose schedule this plan picks
 
 
