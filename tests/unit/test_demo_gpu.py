@@ -46,6 +46,26 @@ def test_the_walk_of_the_proxy_is_asked_and_known() -> None:
         assert all((a + 101) % 256 == b for a, b in zip(walk, walk[1:]))
 
 
+def test_adaptive_lengths_are_configured_and_their_log_lines_kept(tmp_path: Path) -> None:
+    trial = GpuTrial(setups()["adaptive"], built(), 2, tmp_path)
+    command = " ".join(trial.server.command)
+    assert (
+        f"--speculative-adaptive --speculative-adaptive-config {tmp_path}/adaptive.json" in command
+    )
+    assert json.loads((tmp_path / "adaptive.json").read_text()) == {"1": {"candidate_steps": [0, 1, 3, 5]}}  # fmt: skip
+    (tmp_path / "adaptive.log").write_text(
+        "[x TP0] sglang-sm120: timed passes at batch 1 by draft steps: 0: 3 ms\n"
+        '[x TP0] sglang-sm120: {"rank":0,"passes":{}}\n'
+        "[x TP1] sglang-sm120: 5 draft steps at batch 1 after 40 passes\n"
+        "[x TP0] sglang-sm120: 1 draft steps (accept length 1.90) at batch 1 after 40 passes\n"
+        "[x TP0] Decode batch, #running-req: 1\n"
+    )
+    assert trial._drafting() == [
+        "timed passes at batch 1 by draft steps: 0: 3 ms",
+        "1 draft steps (accept length 1.90) at batch 1 after 40 passes",
+    ]
+
+
 def test_wrong_answers_a_silent_death_and_unused_kernels_are_named() -> None:
     fine = [outcome("eagle3"), outcome("plugin", death='rank 3 of group "tp" (process 7) has died')]
     assert demo_gpu.verdict(fine) == []

@@ -60,6 +60,9 @@ def run(
         raise typer.Exit(1) from None
     if outcomes:
         console.print(table(built, outcomes, rig))
+    for o in outcomes:
+        for remark in o.remarks:
+            console.print(f"{o.title}: {remark}", highlight=False, markup=False)
     problems = [*failed, *verdict(outcomes)]
     for problem in problems:
         console.print(f"✗ {problem}", style="red", highlight=False, markup=False)

@@ -36,10 +36,14 @@ class Setup:
     env: Mapping[str, str | None] = field(default_factory=dict)
     speculates: bool = True
     ours: bool = False
+    adaptive: bool = False
 
 
 NCCL_ONLY = ("--disable-custom-all-reduce",)
 FUSION = ("--enable-sm120-fusion", "--sm120-plan-cache", "off")
+DRAFT_STEPS = (0, 1, 3, 5)  # candidates of adaptive lengths
+# Words of the log lines that say what adaptive lengths did.
+DRAFTING = ("draft lengths", "timed passes at batch", "passes")
 
 
 def setups(flashinfer: str = "") -> dict[str, Setup]:
@@ -62,6 +66,7 @@ def setups(flashinfer: str = "") -> dict[str, Setup]:
         Setup("kernels", "EAGLE-3, our kernels alone", (*FUSION, *keep), ours=True),
         Setup("compact", "EAGLE-3, compact NCCL alone", (*FUSION, "--sm120-backend", "nccl", "--sm120-verify", "off")),
         Setup("plugin", "EAGLE-3, plugin", FUSION, ours=True),
+        Setup("adaptive", "EAGLE-3, plugin, adaptive lengths", FUSION, ours=True, adaptive=True),
     )  # fmt: skip
     return {setup.name: setup for setup in known}
 
@@ -143,6 +148,10 @@ class GpuTrial:
             *shared_gpu.FLAGS, *setup.flags, *(eagle3_flags(built.drafter) if setup.speculates else []),
             "--enable-metrics", "--sm120-stats", str(self._stats),
         ]  # fmt: skip
+        if setup.adaptive:
+            config = folder / "adaptive.json"
+            config.write_text(json.dumps({"1": {"candidate_steps": DRAFT_STEPS}}))
+            flags += ["--speculative-adaptive", "--speculative-adaptive-config", str(config)]
         env: dict[str, str | None] = {**shared_gpu.ENVIRONMENT, **setup.env}
         self.server = SimServer(
             built.target, flags, tp=ranks, env=env, log=folder / f"{setup.name}.log", start_timeout_s=240.0
@@ -194,6 +203,8 @@ class GpuTrial:
             metrics=self._metrics(),
             plan=[line for line in server.log_text().splitlines() if "SM120 plan" in line],
         )
+        if self.setup.adaptive:
+            outcome.remarks += self._drafting()
         if profile:
             try:
                 outcome.passes = self._profile()
@@ -223,6 +234,12 @@ class GpuTrial:
         if kind not in profile.main:
             raise TraceError(f"the trace has {sorted(profile.main)}, no {kind}")
         return _summary(profile.main[kind], getattr(profile.skew.get(kind), "transfer", None))
+
+    def _drafting(self) -> list[str]:
+        """Rank 0's log lines about draft lengths, without their prefix."""
+        said = [line for line in self.server.log_text().splitlines() if "sglang-sm120: " in line]
+        said = [line.split("sglang-sm120: ", 1)[1] for line in said if " TP0] " in line]
+        return [line for line in said if any(word in line for word in DRAFTING) and line[0] != "{"]
 
     def _calls(self) -> dict[str, dict[str, int]]:
         path = Path(f"{self._stats}.rank0")
