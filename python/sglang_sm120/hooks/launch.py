@@ -193,6 +193,10 @@ def on_publish(result: Any, server_args: Any, *, role: str, **_: Any) -> None:
         return
     options = options_of(server_args)
     device = get_device().device
+    if options.shared_gpu:
+        from sglang_sm120.hooks import shared_gpu
+
+        shared_gpu.fit_tuner()
     parts = parts_for(options, device)
     if not parts:
         return

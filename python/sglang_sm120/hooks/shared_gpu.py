@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
+from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_sm120.hooks import contract
@@ -33,6 +36,36 @@ def install_once() -> None:
     if not _installed:
         contract.install(PART)
         _installed = True
+
+
+def fit_tuner() -> None:
+    """Where SGLang uses FlashInfer's PCIe all-reduce: let its tuner try only launches whose CTAs of all ranks fit the GPU.
+
+    A rank's CTAs wait for those of the others; what is not resident together waits for ever.
+    """
+    if not envs.SGLANG_ENABLE_PCIE_IPC_ALLREDUCE.get():
+        return
+    try:
+        from flashinfer.comm import pcie_ipc_tuning as tuning
+    except ImportError:  # SGLang says so itself
+        return
+    original = tuning.candidate_tactics
+
+    def fitting(world_size: int, *args: Any, **kwargs: Any) -> tuple[tuple[int, int, int], ...]:
+        # One CTA of 1024 threads per multiprocessor, and half of the GPU left for the ranks' other kernels.
+        most = torch.cuda.get_device_properties(0).multi_processor_count * 512 // world_size
+        return tuple(
+            (variant, ctas, threads)
+            for variant, ctas, threads in original(world_size, *args, **kwargs)
+            if ctas * threads <= most and not copies_by_engine(tuning.IpcVariant(variant))
+        )
+
+    tuning.candidate_tactics = fitting
+
+
+def copies_by_engine(variant: Any) -> bool:
+    """Whether a variant of FlashInfer's is made of copies between devices, of which there is one here."""
+    return bool(variant.name.startswith("COPY_ENGINE"))
 
 
 PART = Part(

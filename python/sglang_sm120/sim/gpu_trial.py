@@ -56,13 +56,11 @@ def setups(flashinfer: str = "") -> dict[str, Setup]:
     if flashinfer:
         # Only its all-reduce is wanted: without this SGLang would also take its attention and sampling kernels.
         ipc |= {"SGLANG_IS_FLASHINFER_AVAILABLE": "false", "PYTHONPATH": python_path(flashinfer)}
-    # Its tuner tries launches whose CTAs of all ranks do not fit one GPU together, and waits for ever.
-    untuned = ("--disable-flashinfer-autotune",)
     keep = ("--sm120-nccl", "keep", "--sm120-verify", "off")
     known = (
         Setup("plain", "plain", NCCL_ONLY, speculates=False),
         Setup("eagle3", "EAGLE-3, NCCL", NCCL_ONLY),
-        Setup("pcie_ipc", "EAGLE-3, pcie_ipc", (*NCCL_ONLY, *untuned), ipc),
+        Setup("pcie_ipc", "EAGLE-3, pcie_ipc", NCCL_ONLY, ipc),
         Setup("kernels", "EAGLE-3, our kernels alone", (*FUSION, *keep), ours=True),
         Setup("compact", "EAGLE-3, compact NCCL alone", (*FUSION, "--sm120-backend", "nccl", "--sm120-verify", "off")),
         Setup("plugin", "EAGLE-3, plugin", FUSION, ours=True),
