@@ -111,7 +111,13 @@ def speculative(monkeypatch):
     return under
 
 
+def serve(monkeypatch, **options) -> None:
+    session = sessions.Session(Options(enabled=True, **options), "cuda", 0)
+    monkeypatch.setattr(sessions, "_session", session)
+
+
 def test_the_broadcasts_after_sampling_are_left_out(monkeypatch, speculative):
+    serve(monkeypatch)
     speculative("EAGLE3")
     one = group(0, Wire())
     parallel = types.SimpleNamespace(tp_group=one, attn_tp_group=None)
@@ -142,6 +148,22 @@ def test_the_broadcasts_after_sampling_are_left_out(monkeypatch, speculative):
     assert done[-1] is a
 
 
+def test_a_wire_that_rounds_carries_no_token_numbers(monkeypatch, speculative):
+    serve(monkeypatch, wire="int8")
+    speculative("EAGLE3")
+    one = group(0, Wire())
+    parallel = types.SimpleNamespace(tp_group=one, attn_tp_group=None)
+    monkeypatch.setattr(seams, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(seams, "is_dp_attention_enabled", lambda: False)
+    monkeypatch.setattr(seams, "SHARED", seams.Shared())
+    tensors = [torch.full((4,), 151_643, dtype=torch.int32) for _ in range(3)]
+    seams.share_results(lambda *a: None, *tensors)
+    done: list[torch.Tensor] = []
+    for tensor in tensors:
+        seams.skip_done(lambda group, input_, src: done.append(input_), one, tensor)
+    assert len(done) == 3 and one.ca_comm.communicator.calls.total() == 0
+
+
 class Waiting:
     needs_cpu_seq_lens = True
 
@@ -162,8 +184,8 @@ class Free:
 def test_the_log_names_who_makes_the_host_wait(
     monkeypatch, caplog, speculative, backends, algorithm, result, said
 ):
+    serve(monkeypatch)
     speculative(algorithm)
-    monkeypatch.setattr(sessions, "_session", sessions.Session(Options(enabled=True), "cuda", 0))
     monkeypatch.setattr(seams, "get_server_args", lambda: types.SimpleNamespace(_raw_input={}))
     with caplog.at_level("INFO", logger="sglang_sm120"):
         seams.say_who_waits(result, backends)

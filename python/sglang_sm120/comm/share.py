@@ -15,6 +15,7 @@ def share_from_rank_0(communicator: Communicator, tensors: Sequence[torch.Tensor
     """Give every rank rank 0's values.
 
     Args:
+        communicator: one whose wire is lossless: INT8 rounds the values.
         tensors: int32, contiguous, of any shapes, which are the same on every rank; overwritten on the others.
 
     Returns:
