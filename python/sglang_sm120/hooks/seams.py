@@ -62,7 +62,9 @@ def share_results(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     """Around the sampler of draft trees: afterwards every rank has rank 0's results."""
     result = original(*args, **kwargs)
     algorithm = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
-    if algorithm.is_eagle() or algorithm.is_ngram():
+    # INT8 on the wire rounds what a sum carries, and these are token numbers.
+    exact = sessions.current().options.wire != "int8"
+    if exact and (algorithm.is_eagle() or algorithm.is_ngram()):
         tensors = [kwargs[n] if n in kwargs else args[i] for i, n in enumerate(RESULTS)]
         parallel = get_parallel()
         SHARED.send(
