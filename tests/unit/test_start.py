@@ -269,6 +269,17 @@ def test_c33_a_kept_plan_with_flashinfer_makes_it_again_and_checks_it(
     assert not third[0].plan.serves("flashinfer") and third[0].plan.serves("native")
 
 
+@pytest.mark.parametrize("first, then", [("native", ""), ("", "native")])
+def test_c33_a_plan_kept_under_another_wish_for_a_backend_is_not_used(
+    monkeypatch, tmp_path, first, then
+) -> None:
+    served = {"": {"nccl"}, "native": {"native/one_shot"}}
+    rig = Rig({"nccl": 10.0, "native": 20.0, "native/one_shot": 15.0})
+    for pin in (first, then, first):
+        ranks = start_all(rig, monkeypatch, cache=tmp_path, pin=pin, extras=())
+        assert serving(ranks) == served[pin]
+
+
 def test_the_fp8_epilogue_is_planned_where_a_backend_has_one_and_someone_asks(monkeypatch) -> None:
     rig = Rig({"nccl": 30.0, "native": 10.0})
     unasked = start_all(rig, monkeypatch, extras=(), primary=WithFp8)

@@ -126,7 +126,7 @@ def planned(
             hidden=hidden,
             itemsize=dtype.itemsize,
             rows=request.rows,
-            options=f"{setting.options} backend={backend} islands={isl.text(setting.islands)} fp8={setting.fp8} "
+            options=f"{setting.options} backend={backend} pin={setting.pin} islands={isl.text(setting.islands)} fp8={setting.fp8} "
             f"nccl={settings}",
             kernel=setting.kernel,
         )
