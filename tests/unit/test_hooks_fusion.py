@@ -375,6 +375,34 @@ def test_declined_group_gets_sglang_s_choice_and_a_named_backend_ends_the_rank(
     assert session.outcomes == {name: outcome} and not session.adapters
 
 
+def test_an_error_while_a_group_is_set_up_ends_the_rank_instead_of_leaving_it_alone(
+    world, monkeypatch, caplog
+):
+    session = sessions.Session(Options(enabled=True), "cpu", 3)
+    monkeypatch.setattr(sessions, "_session", session)
+
+    def broken(*_, **__):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(all_reduce.factory, "build", broken)
+    with pytest.raises(SystemExit):
+        all_reduce.dispatch(lambda group, device: lambda group, device: None, None, None)
+    assert 'rank 3 could not set up group "anonymous" (OSError: No space' in caplog.messages[-1]
+
+
+def test_a_rank_that_cannot_watch_the_others_serves_all_the_same(world, monkeypatch, caplog):
+    def no_socket(*_):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(sessions, "PeerWatch", no_socket)
+    session = sessions.Session(Options(enabled=True), "cpu", 0)
+    session.adopt("tp", Outcome(world.communicator, "host", "ready", session="s"), world.adapter)
+    assert session.adapters == [world.adapter]
+    assert "does not watch the other ranks' processes: [Errno 24]" in caplog.messages[-1]
+    session.explain()
+    session.close()
+
+
 def test_workspaces_are_prepared_for_the_captured_batches_and_a_refused_plan_ends_the_rank(
     world, monkeypatch, caplog
 ):

@@ -68,13 +68,16 @@ def dispatch(original: Callable[..., Any], group: Any, device: Any) -> Any:
     theirs = None if ours_only else _sglangs_own(original, group, device)
     own = SglangSum(group, theirs)
     session.announce()
-    outcome = factory.build(
-        name,
-        group,
-        device,
-        session.options,
-        baseline=Baseline(own.sum, own.capture, own.add_norm),
-    )
+    baseline = Baseline(own.sum, own.capture, own.add_norm)
+    try:
+        outcome = factory.build(name, group, device, session.options, baseline=baseline)
+    except Exception as error:
+        # SGLang would make a warning of it and serve on, on this rank alone, while the others wait for it.
+        logger.exception("sglang-sm120: rank %d, group %s", session.tp_rank, name)
+        sessions.refuse(
+            f'rank {session.tp_rank} could not set up group "{name}" ({type(error).__name__}: {error}); '
+            "see the lines above, or start without --enable-sm120-fusion"
+        )
     session.outcomes[name] = outcome
     if session.tp_rank == 0:
         logger.info("sglang-sm120: %s", outcome.reason)

@@ -59,9 +59,16 @@ class Session:
                 adapter.communicator.calls.total(),
             )
 
-        self._watches.append(
-            PeerWatch(outcome.session, adapter.communicator.rank, outcome.peers, died)
-        )
+        rank = adapter.communicator.rank
+        try:
+            self._watches.append(PeerWatch(outcome.session, rank, outcome.peers, died))
+        except OSError as error:  # the watch only speaks sooner than a collective's bound does
+            logger.warning(
+                'sglang-sm120: rank %d of group "%s" does not watch the other ranks\' processes: %s',
+                rank,
+                name,
+                error,
+            )
 
     def serving(self) -> None:
         """End of warm-up: from here on a missing rank is an error after the short bound."""
