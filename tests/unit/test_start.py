@@ -308,6 +308,46 @@ def test_the_fp8_epilogue_is_planned_where_a_backend_has_one_and_someone_asks(mo
     assert [(s.labels["op"], s.value) for s in counted] == [("all_reduce_rmsnorm_fp8", 1.0)]
 
 
+class Dying(Backend):
+    """One whose asynchronous calls fail on rank 2 once a number of calls were timed; it says so when it is polled."""
+
+    timed = 0
+    last = 10**9
+
+    def choose(self, op: Op, rows: int, hidden: int, schedule: str, ctas: int = 0) -> None:
+        super().choose(op, rows, hidden, schedule, ctas)
+        self.timed += 1
+
+    def poll(self) -> None:
+        if self.rank == 2 and self.timed >= self.last:
+            raise CollectiveError("tp, call 70, rank 2: rank 3 is missing in all_reduce")
+
+
+class DyingLate(Dying):
+    last = 40
+
+
+def test_a_backend_that_the_plan_does_not_use_cannot_end_the_server(monkeypatch) -> None:
+    class Dead(Dying):
+        last = 0
+
+    ranks = start_all(Rig({"nccl": 1.0, "native": 10.0}), monkeypatch, primary=Dead, extras=())
+    assert serving(ranks) == {"nccl"}
+    for rank in ranks:
+        rank.poll()
+
+
+def test_a_backend_that_fails_while_it_is_timed_is_left_out_on_all_ranks(monkeypatch) -> None:
+    rig = Rig({"nccl": 30.0, "native": 10.0, "flashinfer": 20.0})
+    ranks = start_all(rig, monkeypatch, primary=DyingLate)
+    assert not ranks[0].plan.serves("native") and ranks[0].plan.serves("flashinfer")
+    assert "rank 2: tp, call 70, rank 2: rank 3 is missing" in " ".join(ranks[0].plan.notes)
+    for rank in ranks:
+        rank.poll()
+    with pytest.raises(PlanRefused, match="--sm120-backend native.*rank 3 is missing"):
+        start_all(rig, monkeypatch, primary=DyingLate, pin="native", extras=())
+
+
 def test_a_call_that_the_plan_leaves_to_sglang_is_an_error_that_says_what_to_ask(
     monkeypatch,
 ) -> None:

@@ -41,12 +41,15 @@ class PlannedCommunicator(Communicator):
         self._counters = counters
         self._ahead: tuple[torch.Tensor, int, int, int] | None = None
         self._told: dict[tuple[str, Op, int], tuple[int, str, int]] = {}
+        # Those of every plan so far: a graph that was captured under an earlier one goes on with it.
+        self._used: dict[str, Communicator] = {}
 
     def prepare(self, hidden: int, dtype: torch.dtype, rows: Sequence[int]) -> None:
         # The draft model shares the target's groups; the wider of the two plans stays.
         if self.plan is None or hidden > self.plan.hidden:
             self.plan = self._plan_for(hidden, dtype, rows)
             self._told.clear()
+            self._used |= {n: c for n, c in self.served.items() if self.plan.serves(n)}
             if self._counters:
                 self._counters.announce(self.plan)
 
@@ -96,7 +99,8 @@ class PlannedCommunicator(Communicator):
             inner.set_timeout_ms(timeout_ms)
 
     def poll(self) -> None:
-        for inner in self.served.values():
+        # One that failed while it was checked or timed is not used, and its failure is no longer news.
+        for inner in self._used.values():
             inner.poll()
 
     def close(self) -> None:

@@ -90,9 +90,8 @@ def plan_group(
     kept = _kept(rank, exchange, identity, cache)
     if kept is not None and all(verdict.allows(e.choice.backend) for e in kept.plan.entries):
         plan = agree(kept.plan, rank, exchange)
-        used = [b for b in dict.fromkeys(e.choice.backend for e in plan.entries) if b != BASELINE]
         # Bridges and IOMMU can change without a new kernel: the real kernel's sums are checked at every start.
-        wrong = _check(used, sums, request, rank, exchange, device)
+        wrong = _check(_backends(plan), sums, request, rank, exchange, device)
         if not wrong:
             return _done(plan, verdict, kept.report, True, begin)
         measured.extend(wrong)
@@ -116,16 +115,23 @@ def plan_group(
     allowed = [b for b in named if verdict.allows(b)]
     measured += _check(allowed, sums, request, rank, exchange, device)
     verdict.add(measured)
-    plan = planner.make_plan(
-        request,
-        offered,
-        report=report,
-        islands=islands,
-        verdict=verdict,
-        rank=rank,
-        exchange=exchange,
-        previous=kept.plan if kept else None,
-    )
+    while True:
+        plan = planner.make_plan(
+            request,
+            offered,
+            report=report,
+            islands=islands,
+            verdict=verdict,
+            rank=rank,
+            exchange=exchange,
+            previous=kept.plan if kept else None,
+        )
+        # A call that failed while it was timed has shown its backend to be broken, whatever the times of the others.
+        broken = _broken(_backends(plan), sums, exchange)
+        if not broken:
+            break
+        measured += broken
+        verdict.add(broken)
     # A machine that failed is probed again at the next start: its remedy needs no new software.
     if rank == 0 and not measured:
         record = plan_cache.Record(identity=identity, plan=plan, report=report)
@@ -152,6 +158,39 @@ def _check(
         else:
             found += check_sums(communicator, backend, request.hidden, rank, exchange, device)
     return found
+
+
+def _backends(plan: Plan) -> list[str]:
+    """What the plan uses besides the baseline."""
+    return [b for b in dict.fromkeys(e.choice.backend for e in plan.entries) if b != BASELINE]
+
+
+def _broken(
+    backends: Sequence[str], sums: Callable[[str], Communicator | None] | None, exchange: Exchange
+) -> list[Veto]:
+    """Vetoes of the backends in which an earlier call failed on some rank; the same on every rank."""
+    if sums is None or not backends:
+        return []
+    mine = {}
+    for backend in backends:
+        communicator = sums(backend)
+        try:
+            if communicator is not None:
+                communicator.poll()
+        except CollectiveError as error:
+            mine[backend] = str(error)
+    told = exchange(mine)
+    return [
+        Veto(
+            target=backend,
+            reason=f"{backend} failed while it was timed (rank {r}: {theirs[backend]})",
+            ranks=(r,),
+            origin="start",
+        )
+        for backend in backends
+        for r, theirs in enumerate(told)
+        if backend in theirs
+    ]
 
 
 def _kept(
