@@ -533,6 +533,20 @@ def test_a_pass_that_fails_leaves_the_census_outside(world, monkeypatch):
     assert world.census.forward == "outside"
 
 
+def test_reporting_goes_on_where_one_place_cannot_be_written(world, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(sessions, "_session", sessions.Session(Options(), "cpu", 3))
+    (tmp_path / "file").write_text("in the way")
+    said: set[str] = set()
+    published = []
+    stats = census._file_sink(tmp_path / "file" / "stats.rank3")
+    sinks = {"--sm120-stats": stats, "/metrics": lambda: published.append(1)}
+    for _ in range(3):
+        census.report_once(sinks, said, 3)
+    assert len(published) == 3
+    told = [m for m in caplog.messages if "rank 3 cannot report to --sm120-stats now: " in m]
+    assert len(told) == 1 and "File exists" in told[0]
+
+
 def test_stats_file_is_written_whole_and_names_the_rank(world, monkeypatch, tmp_path):
     import msgspec
 

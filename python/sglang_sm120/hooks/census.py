@@ -126,16 +126,18 @@ def full_report() -> dict[str, Any]:
         "rank": session.tp_rank,
         "groups": {
             name: {"backend": outcome.backend, "world": len(outcome.peers), "why": outcome.reason}
-            for name, outcome in session.outcomes.items()
+            for name, outcome in dict(session.outcomes).items()
         },
         "plans": {
             adapter.communicator.name: plan.sentence()
-            for adapter in session.adapters
+            for adapter in list(session.adapters)
             if (plan := getattr(adapter.communicator, "plan", None)) is not None
         },
         "calls": {
-            adapter.communicator.name: {op.value: n for op, n in adapter.communicator.calls.items()}
-            for adapter in session.adapters
+            adapter.communicator.name: {
+                op.value: n for op, n in dict(adapter.communicator.calls).items()
+            }
+            for adapter in list(session.adapters)
         },
         **CENSUS.report(),
     }
@@ -148,31 +150,45 @@ def start_reporting(stats: str, tp_rank: int, metrics: bool) -> None:
         stats: path without suffix; empty for no file.
         metrics: whether SGLang serves /metrics (`--enable-metrics`).
     """
-    sinks: list[Callable[[], None]] = []
+    sinks: dict[str, Callable[[], None]] = {}
     if stats:
-        sinks.append(_file_sink(Path(f"{stats}.rank{tp_rank}")))
+        path = Path(f"{stats}.rank{tp_rank}")
+        sinks[f"--sm120-stats {path}"] = _file_sink(path)
     if metrics:
-        sinks.append(_prometheus_sink(tp_rank))
+        sinks["/metrics"] = _prometheus_sink(tp_rank)
     if not sinks:
         return
 
     def loop() -> None:
+        said: set[str] = set()
         while True:
-            for sink in sinks:
-                sink()
+            report_once(sinks, said, tp_rank)
             time.sleep(WRITE_EVERY_S)
 
     threading.Thread(target=loop, daemon=True, name="sm120-census").start()
 
 
+def report_once(sinks: dict[str, Callable[[], None]], said: set[str], tp_rank: int) -> None:
+    """Serve every sink; one that fails is named once in the log, and does not keep the others from theirs."""
+    for name, sink in sinks.items():
+        try:
+            sink()
+        except Exception as error:  # a full disk must not freeze /metrics
+            if name not in said:
+                said.add(name)
+                logger.warning(
+                    "sglang-sm120: rank %d cannot report to %s now: %s", tp_rank, name, error
+                )
+
+
 def _file_sink(path: Path) -> Callable[[], None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
     last = b""
 
     def write() -> None:
         nonlocal last
         text = msgspec.json.encode(full_report())
         if text != last:
+            path.parent.mkdir(parents=True, exist_ok=True)
             # Readers must never see half a file.
             part = path.with_name(f".{path.name}.{os.getpid()}")
             part.write_bytes(text)
