@@ -42,3 +42,15 @@ def test_without_nvcc_one_sentence_says_what_to_install(
     with pytest.raises(cuda_library.CudaLibraryMissing, match="install a CUDA toolkit"):
         cuda_library.compile_now(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_said_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cuda_library.shutil, "which", lambda *args, **kwargs: "/bin/false")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (12, 0))
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(cuda_library.CudaLibraryMissing, match="nowhere to keep them.*file"):
+        cuda_library.compile_now(tmp_path / "file" / "below")
+    with pytest.raises(cuda_library.CudaLibraryMissing, match="nvcc could not compile"):
+        cuda_library.compile_now(tmp_path)

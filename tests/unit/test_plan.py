@@ -597,6 +597,16 @@ def test_c33_an_unwritable_folder_only_costs_the_cache(tmp_path, caplog) -> None
     assert "not kept" in caplog.text
 
 
+def test_c33_a_full_disk_leaves_no_scratch_files(tmp_path, monkeypatch, caplog) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plan_cache.os, "replace", full)
+    record = plan_cache.Record(identity=identity(), plan=simple_plan())
+    assert plan_cache.store(tmp_path, record) is None
+    assert "No space left" in caplog.text and not list(tmp_path.iterdir())
+
+
 def test_nccl_may_go_everywhere_only_where_a_kept_probe_proved_it(tmp_path) -> None:
     who = identity(kernel="6.14")
     sound = ProbeReport(rig="GPU stores", simulated=False, world=2)
@@ -624,6 +634,17 @@ def test_cache_folder_setting() -> None:
     assert plan_cache.folder("off") is None
     assert plan_cache.folder("/x/y") == Path("/x/y")
     assert plan_cache.folder("").name == "plans"  # type: ignore[union-attr]
+
+
+def test_a_user_without_a_home_keeps_no_plans(monkeypatch, caplog) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert plan_cache.folder("") is None and plan_cache.folder("~/plans") is None
+    assert "Set --sm120-plan-cache" in caplog.text
+    assert plan_cache.folder("/x/y") == Path("/x/y")
 
 
 @given(st.lists(st.integers(1, 4096), min_size=1, max_size=60, unique=True), st.integers(2, 8))

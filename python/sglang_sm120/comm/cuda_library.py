@@ -74,10 +74,9 @@ def compile_now(cache: Path | None = None) -> Path:
         cache: folder for builds; default ~/.cache/sglang-sm120/cuda.
 
     Raises:
-        CudaLibraryMissing: no sources, no nvcc, or nvcc failed (its last lines are in the text).
+        CudaLibraryMissing: no sources, no nvcc, no folder for the build, or nvcc failed (its last lines are in the text).
     """
     import torch
-    import tvm_ffi.libinfo as info
 
     nvcc = shutil.which("nvcc") or _nvcc_beside_cuda_home()
     sources = source_dir()
@@ -95,10 +94,27 @@ def compile_now(cache: Path | None = None) -> Path:
         "-O3",
         "-Xcompiler=-fPIC",
     ]
-    cache = cache or Path.home() / ".cache" / "sglang-sm120" / "cuda"
-    target = cache / digest(sources, flags) / f"lib{NAME}.so"
-    if target.exists():
-        return target
+    try:
+        cache = cache or Path("~/.cache/sglang-sm120/cuda").expanduser()
+        target = cache / digest(sources, flags) / f"lib{NAME}.so"
+        if not target.exists():
+            _compile(nvcc, sources, flags, target)
+    except CudaLibraryMissing:
+        raise
+    except (
+        OSError,
+        RuntimeError,
+    ) as problem:  # a folder that cannot be written, a user without a home
+        raise CudaLibraryMissing(
+            f"the CUDA kernels cannot be compiled now: there is nowhere to keep them ({problem}); "
+            "run `pip install .` with a CUDA toolkit on PATH instead"
+        ) from None
+    return target
+
+
+def _compile(nvcc: str, sources: Path, flags: list[str], target: Path) -> None:
+    import tvm_ffi.libinfo as info
+
     target.parent.mkdir(parents=True, exist_ok=True)
     includes = [
         f"-I{sources}",
@@ -118,7 +134,6 @@ def compile_now(cache: Path | None = None) -> Path:
             tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
             raise CudaLibraryMissing(f"nvcc could not compile the CUDA kernels:\n{tail}")
         os.replace(output, target)  # another rank may do the same at the same time
-    return target
 
 
 def _nvcc_beside_cuda_home() -> str | None:

@@ -56,9 +56,13 @@ def folder(setting: str) -> Path | None:
     """The folder of `--sm120-plan-cache`: None for "off", the user's cache folder for ""."""
     if setting == "off":
         return None
-    return (
-        Path(setting).expanduser() if setting else Path.home() / ".cache" / "sglang-sm120" / "plans"
-    )
+    try:
+        return Path(setting or "~/.cache/sglang-sm120/plans").expanduser()
+    except (
+        RuntimeError
+    ) as error:  # a user without a home, as in containers that run under a bare number
+        logger.warning("plans are not kept between starts: %s Set --sm120-plan-cache.", error)
+        return None
 
 
 def load(where: Path | None, identity: Identity) -> Record | None:
@@ -111,9 +115,13 @@ def store(where: Path | None, record: Record) -> Path | None:
     try:
         where.mkdir(parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(dir=where, suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.encode(record))
-        os.replace(scratch, path)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(msgspec.json.encode(record))
+            os.replace(scratch, path)
+        except OSError:
+            Path(scratch).unlink(missing_ok=True)
+            raise
     except OSError as error:
         logger.warning("the plan is not kept in %s: %s", where, error)
         return None
