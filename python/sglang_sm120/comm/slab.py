@@ -78,26 +78,38 @@ def share(
     complaints: list[str] = []
     for way in ways:
         slabs = Slabs([0] * world, nbytes, way)
-        error: str | None = None
         try:
-            offer = _OFFERS[way](library, slabs, rank, numa_node)
-        except Exception as problem:
-            offer, error = None, _first_line(problem)
-        told = exchange((error, offer))
-        failed = [f"rank {r}: {text}" for r, (text, _) in enumerate(told) if text is not None]
-        if not failed:
-            try:
-                _ACCEPTS[way](library, slabs, rank, [entry[1] for entry in told], exchange)
-            except Exception as problem:
-                error = _first_line(problem)
-            failed = [
-                f"rank {r}: {text}" for r, text in enumerate(exchange(error)) if text is not None
-            ]
+            failed = _share_by(way, library, exchange, rank, slabs, numa_node)
+        except (
+            BaseException
+        ):  # the exchange ended, because a rank did: files and sockets have names
+            slabs.close()
+            raise
         if not failed:
             return slabs
         slabs.close()
         complaints.append(f"{way}: " + "; ".join(failed))
     raise SlabError("slabs cannot be shared (" + " | ".join(complaints) + ")")
+
+
+def _share_by(
+    way: str, library: Any, exchange: Exchange, rank: int, slabs: Slabs, numa_node: int
+) -> list[str]:
+    """Share in one way; what failed, by rank, the same on every rank."""
+    error: str | None = None
+    try:
+        offer = _OFFERS[way](library, slabs, rank, numa_node)
+    except Exception as problem:
+        offer, error = None, _first_line(problem)
+    told = exchange((error, offer))
+    failed = [f"rank {r}: {text}" for r, (text, _) in enumerate(told) if text is not None]
+    if failed:
+        return failed
+    try:
+        _ACCEPTS[way](library, slabs, rank, [entry[1] for entry in told], exchange)
+    except Exception as problem:
+        error = _first_line(problem)
+    return [f"rank {r}: {text}" for r, text in enumerate(exchange(error)) if text is not None]
 
 
 def _first_line(problem: Exception) -> str:
