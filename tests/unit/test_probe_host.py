@@ -312,6 +312,8 @@ def test_c34_the_dispatcher_serves_what_the_plan_says_and_counts_it() -> None:
     assert not ours.admits(Op.ALL_REDUCE, 8192, 64, bf16), "C32: prefill stays with SGLang"
     assert not ours.admits(Op.ALL_REDUCE_RMSNORM, 1, 64, bf16)
     assert ours.admits(Op.ALL_REDUCE, 8, 32, bf16) and not ours.admits(Op.ALL_REDUCE, 9, 32, bf16)
+    fp32 = torch.float32
+    assert ours.admits(Op.ALL_REDUCE, 2, 64, fp32) and not ours.admits(Op.ALL_REDUCE, 3, 64, fp32)
     ours.all_reduce(torch.ones(3, 64, dtype=bf16))
     labels = {
         "group": "tp",

@@ -54,9 +54,11 @@ class PlannedCommunicator(Communicator):
                 self._counters.announce(self.plan)
 
     def admits(self, op: Op, rows: int, hidden: int, dtype: torch.dtype) -> bool:
-        choice = self._choice(op, rows, hidden)
-        inner = self.served.get(choice.backend) if choice else None
-        if choice is None or inner is None:
+        if self.plan is None:
+            return False
+        choice = self.plan.lookup(op, self._planned_rows(self.plan, rows, hidden, dtype))
+        inner = self.served.get(choice.backend)
+        if inner is None:
             return False
         self._tell(inner, choice, op, rows, hidden)
         return inner.admits(op, rows, hidden, dtype)
@@ -107,27 +109,30 @@ class PlannedCommunicator(Communicator):
         for inner in self.served.values():
             inner.close()
 
-    def _choice(self, op: Op, rows: int, hidden: int) -> Choice | None:
-        if self.plan is None:
-            return None
-        # Rows of another width count by their bytes.
-        return self.plan.lookup(op, -(-rows * hidden // self.plan.hidden))
+    @staticmethod
+    def _planned_rows(plan: Plan, rows: int, hidden: int, dtype: torch.dtype) -> int:
+        """Rows of another width or dtype count by their bytes."""
+        nbytes = rows * hidden * dtype.itemsize
+        return -(-nbytes // (plan.hidden * plan.itemsize))
 
     def _server(self, op: Op, x: torch.Tensor) -> Communicator:
         """The communicator that the plan gives this call to, told how to run it; the call is counted."""
         hidden = x.shape[-1]
         rows = x.numel() // hidden if hidden else 0
-        choice = self._choice(op, rows, hidden) if rows else None
-        inner = self.served.get(choice.backend) if choice else next(iter(self.served.values()))
+        if self.plan is None or not rows:
+            self.calls[op] += 1
+            return next(iter(self.served.values()))
+        planned = self._planned_rows(self.plan, rows, hidden, x.dtype)
+        choice = self.plan.lookup(op, planned)
+        inner = self.served.get(choice.backend)
         if inner is None:
             raise CollectiveError(
                 f"{self.name}, rank {self.rank}: the plan leaves {op.value} of {tuple(x.shape)} to SGLang; "
                 "ask admits() before the call"
             )
-        if choice is not None:
-            self._tell(inner, choice, op, rows, hidden)
-            if self._counters is not None and self.plan is not None:
-                self._counters.count(self.plan, op, -(-rows * hidden // self.plan.hidden))
+        self._tell(inner, choice, op, rows, hidden)
+        if self._counters is not None:
+            self._counters.count(self.plan, op, planned)
         self.calls[op] += 1
         return inner
 
