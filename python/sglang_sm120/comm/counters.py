@@ -57,12 +57,19 @@ class CallCounters:
             registry=registry,
             multiprocess_mode="mostrecent",
         )
+        # Looking a labelled counter up takes longer than counting.
+        self._known: dict[tuple[str, Op, str, str, str], Counter] = {}
 
     def count(self, plan: Plan, op: Op, rows: int, calls: int = 1) -> None:
         """Count `calls` calls of `rows` rows under the choice that the plan gives them."""
         choice = plan.lookup(op, rows)
         size = size_class(rows * plan.hidden * plan.itemsize)
-        self.calls.labels(plan.group, op.value, choice.backend, choice.schedule, size).inc(calls)
+        key = (plan.group, op, choice.backend, choice.schedule, size)
+        known = self._known.get(key)
+        if known is None:
+            labels = (plan.group, op.value, choice.backend, choice.schedule, size)
+            known = self._known[key] = self.calls.labels(*labels)
+        known.inc(calls)
 
     def refuse(self, group: str, path: str, origin: str) -> None:
         """Count a veto that keeps `path` off in `group`."""

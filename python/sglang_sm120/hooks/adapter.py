@@ -63,7 +63,7 @@ class Sm120AllReduce:
         """
         if self.theirs is not None and not self.admits_sum(inp):
             return self.theirs.custom_all_reduce(inp)
-        with _reported():
+        with _Reported():
             return self.communicator.all_reduce(inp.contiguous())
 
     @contextlib.contextmanager
@@ -78,7 +78,7 @@ class Sm120AllReduce:
         Raises:
             CollectiveError: a rank did not take part.
         """
-        with _reported():
+        with _Reported():
             self.communicator.poll()
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Sm120AllReduce:
         Raises:
             CollectiveError: a rank did not take part.
         """
-        with _reported():
+        with _Reported():
             return self.communicator.all_reduce_rmsnorm(
                 x.contiguous(), residual.contiguous(), weight, eps, gemma=gemma
             )
@@ -121,22 +121,23 @@ def rows_of(x: torch.Tensor) -> tuple[int, int]:
     return x.numel() // x.shape[-1], x.shape[-1]
 
 
-@contextlib.contextmanager
-def _reported() -> Iterator[None]:
-    # A CPU server's trace has no kernel to show for it.
-    if torch.autograd._profiler_enabled():
-        with torch.profiler.record_function("sm120:all_reduce"), _logged():
-            yield
-    else:
-        with _logged():
-            yield
+class _Reported:
+    """Around a call: a name in the trace, and a failure's sentence on a line of its own, which is what people search for.
 
+    SGLang logs a traceback and ends the server.
+    """
 
-@contextlib.contextmanager
-def _logged() -> Iterator[None]:
-    # SGLang logs a traceback and ends the server; the sentence on a line of its own is what people search for.
-    try:
-        yield
-    except CollectiveError as error:
-        logger.critical("sglang-sm120: %s", error)
-        raise
+    __slots__ = ("_range",)
+
+    def __enter__(self) -> None:
+        self._range: Any = None
+        # A CPU server's trace has no kernel to show for it.
+        if torch.autograd._profiler_enabled():
+            self._range = torch.profiler.record_function("sm120:all_reduce")
+            self._range.__enter__()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._range is not None:
+            self._range.__exit__(kind, error, trace)
+        if isinstance(error, CollectiveError):
+            logger.critical("sglang-sm120: %s", error)

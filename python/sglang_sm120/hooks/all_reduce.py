@@ -40,7 +40,8 @@ class CountedAllReduce(Sm120AllReduce):
     """The adapter that also books its plain sums in the census."""
 
     def custom_all_reduce(self, inp: Any) -> Any:
-        CENSUS.note(Sum.PLAIN if self.admits_sum(inp) else Sum.SGLANG)
+        ours = self.theirs is None or self.admits_sum(inp)
+        CENSUS.note(Sum.PLAIN if ours else Sum.SGLANG)
         return super().custom_all_reduce(inp)
 
 
