@@ -18,6 +18,11 @@ constexpr int kMostShared = 64 << 10;
 // round trip.
 constexpr uint64_t kScoutBytes = 64 << 10;
 
+// Device memory of a channel: CtaState, then the claim, then the relay's tickets.
+constexpr size_t kClaimAt = sizeof(CtaState) * kMaxCtas;
+constexpr size_t kTicketsAt = kClaimAt + 128;
+constexpr size_t kPrivateBytes = kTicketsAt + sizeof(uint64_t) * kMaxCtas;
+
 uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
 Output output_of(const Call& call) {
@@ -94,22 +99,22 @@ Geometry choose(const Shape& shape, bool norm, bool clusters, bool crowded) {
 
 Channel::Channel(const ChannelConfig& config, void* const* slabs)
     : config_(config), layout_(make_layout(config.topology, config.capacity, config.small)) {
-  if (layout_.slab_bytes >= uint64_t{1} << 32)
+  if (config.relay) relay_ = make_relay_layout(config.capacity);
+  if (layout_.slab_bytes + relay_.bytes >= uint64_t{1} << 32)
     throw std::invalid_argument("a slab must be below 4 GiB");
   check(cudaGetDevice(&device_), "cudaGetDevice");
   int major = 0;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_),
         "compute capability");
   clusters_ = major >= 9;
-  const size_t bytes = sizeof(CtaState) * kMaxCtas + 128;
-  check(cudaMalloc(reinterpret_cast<void**>(&private_), bytes), "allocate counters");
+  check(cudaMalloc(reinterpret_cast<void**>(&private_), kPrivateBytes), "allocate counters");
   check(
       cudaHostAlloc(reinterpret_cast<void**>(&flight_), sizeof(FlightRecord), cudaHostAllocMapped),
       "allocate the flight record");
   check(cudaHostGetDevicePointer(reinterpret_cast<void**>(&flight_device_), flight_, 0),
         "map the flight record");
   base_.state = reinterpret_cast<CtaState*>(private_);
-  base_.claim = reinterpret_cast<uint32_t*>(private_ + sizeof(CtaState) * kMaxCtas);
+  base_.claim = reinterpret_cast<uint32_t*>(private_ + kClaimAt);
   base_.flight = flight_device_;
   for (uint32_t r = 0; r < config.topology.world; ++r) base_.peer[r] = static_cast<char*>(slabs[r]);
   set_timeout_ms(config.timeout_ms);
@@ -133,12 +138,13 @@ Channel::~Channel() {
 void Channel::reset() {
   check(cudaDeviceSynchronize(), "wait for the device");
   char* slab = base_.peer[config_.rank];
-  check(cudaMemset(slab + kControlBytes, kClearByte, layout_.slab_bytes - kControlBytes),
+  check(cudaMemset(slab + kControlBytes, kClearByte,
+                   layout_.slab_bytes + relay_.bytes - kControlBytes),
         "clear the slab");
   check(cudaMemset(slab, 0, kControlBytes), "clear the control page");
   check(cudaMemset(slab + offsetof(ControlPage, record), kClearByte, sizeof(ControlPage::record)),
         "clear the call records");
-  check(cudaMemset(private_, 0, sizeof(CtaState) * kMaxCtas + 128), "clear the counters");
+  check(cudaMemset(private_, 0, kPrivateBytes), "clear the counters");
   std::memset(flight_, 0, sizeof(FlightRecord));
   check(cudaDeviceSynchronize(), "wait for the device");
 }
@@ -156,10 +162,15 @@ void Channel::read_records(uint32_t slot, CallRecord (&records)[kMaxWorld]) cons
 }
 
 bool Channel::admits(Schedule schedule, Dtype dtype, const Shape& shape, bool int8) const {
-  Plan plan{config_.topology, schedule, dtype, int8 ? Codec::kInt8 : lossless(dtype),
-            lossless(dtype),  0};
-  return shape.rows > 0 && shape.hidden % kHiddenUnit == 0 && shape.tiles_per_row <= 64 &&
-         shape.hidden > 0 && fits(layout_, plan, shape);
+  const bool possible = shape.rows > 0 && shape.hidden > 0 && shape.hidden % kHiddenUnit == 0 &&
+                        shape.tiles_per_row <= 64;
+  if (is_relay(schedule)) {
+    return possible && config_.relay && !int8 &&
+           relay_fits(layout_.capacity, config_.topology, dtype, shape);
+  }
+  const Plan plan{config_.topology, schedule, dtype, int8 ? Codec::kInt8 : lossless(dtype),
+                  lossless(dtype),  0};
+  return possible && fits(layout_, plan, shape);
 }
 
 void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
@@ -202,6 +213,12 @@ void Channel::launch(const Call& call, Geometry geometry, cudaStream_t stream) {
                 kScoutBytes;
   p.ahead = ahead_;
   p.ahead_count = ahead_count_;
+
+  if (is_relay(call.schedule)) {
+    launch_relay(call, p, geometry, stream);
+    set_ahead(nullptr, 0, 0);
+    return;
+  }
 
   // One island and 16-bit data that travels as it is may have a flat kernel.
   const void* kernel = nullptr;
@@ -272,6 +289,27 @@ void Channel::launch_general(const Call& call, Params& p, const View& view, Geom
   void* arguments[] = {&p, const_cast<View*>(&view)};
   launch_kernel(general(call.dtype, output_of(call)), g.ctas + ahead_ctas_, warps * 32,
                 p.tiles_per_row * kTile * 4, 1, call.pdl && clusters_, arguments, stream);
+}
+
+void Channel::launch_relay(const Call& call, Params& p, Geometry g, cudaStream_t stream) {
+  const uint32_t limit = g.ctas != 0 ? std::min(g.ctas, kMaxCtas) : cta_limit(call.shape, crowded_);
+  p.ctas = std::min(call.shape.rows, limit);
+  const Codec codec = lossless(call.dtype);
+  p.plan_hash = plan_hash(Plan{config_.topology, call.schedule, call.dtype, codec, codec,
+                               static_cast<uint16_t>(p.ctas)});
+  RelayParams r{};
+  r.data = static_cast<uint32_t>(layout_.slab_bytes);
+  r.flags = static_cast<uint32_t>(layout_.slab_bytes + relay_.data_bytes);
+  r.slot_bytes = static_cast<uint32_t>(relay_.slot_bytes);
+  r.share = make_relay_share(call.schedule, p.world, p.rank, p.tiles_per_row);
+  r.tickets = reinterpret_cast<uint64_t*>(private_ + kTicketsAt);
+  // As few warps as share a row's tiles in as few turns, and the one that signals.
+  const uint32_t most = kRelayThreads / 32 - 1;
+  const uint32_t workers = ceil_div(p.tiles_per_row, ceil_div(p.tiles_per_row, most));
+  void* arguments[] = {&p, &r};
+  launch_kernel(relay(call.dtype, output_of(call)), p.ctas + ahead_ctas_, (workers + 1) * 32,
+                p.tiles_per_row * kTile * dtype_bytes(call.dtype), 1, call.pdl && clusters_,
+                arguments, stream);
 }
 
 }  // namespace sm120

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <string>
 
-#include "params.h"
+#include "relay.h"
 
 namespace sm120 {
 
@@ -19,6 +19,7 @@ struct ChannelConfig {
   uint64_t timeout_ms;
   uint32_t id;
   bool host_memory;  // slabs are pinned host memory
+  bool relay;        // and hold the relay's outboxes, behind the tile slots
 };
 
 // What a call asks for; null where it does not apply.
@@ -94,11 +95,13 @@ class Channel {
                    cudaStream_t stream);
   void launch_general(const Call& call, Params& p, const View& view, Geometry geometry,
                       cudaStream_t stream);
+  void launch_relay(const Call& call, Params& p, Geometry geometry, cudaStream_t stream);
 
   ChannelConfig config_;
   Layout layout_;
+  RelayLayout relay_{};
   Params base_{};
-  char* private_ = nullptr;  // device memory: states, claim
+  char* private_ = nullptr;  // device memory: states, claim, tickets
   FlightRecord* flight_ = nullptr;
   FlightRecord* flight_device_ = nullptr;
   int device_ = 0;

@@ -4,46 +4,10 @@
 // elements. The row's sums wait in shared memory as fp32.
 #pragma once
 
-#include "row.cuh"
+#include "finish.cuh"
 #include "wait.cuh"
 
 namespace sm120 {
-
-struct F32 {
-  static constexpr Dtype kDtype = Dtype::kF32;
-};
-
-// Eight elements of a user tensor from element `at`, and back.
-template <class T>
-__device__ __forceinline__ void load8(const char* base, uint64_t at, float (&f)[8]) {
-  if constexpr (T::kDtype == Dtype::kF32) {
-    const uint4 a = ptx::ld_stream(base + at * 4), b = ptx::ld_stream(base + at * 4 + 16);
-    f[0] = __uint_as_float(a.x), f[1] = __uint_as_float(a.y), f[2] = __uint_as_float(a.z);
-    f[3] = __uint_as_float(a.w), f[4] = __uint_as_float(b.x), f[5] = __uint_as_float(b.y);
-    f[6] = __uint_as_float(b.z), f[7] = __uint_as_float(b.w);
-  } else {
-    unpack8<T>(ptx::ld_stream(base + at * 2), f);
-  }
-}
-template <class T>
-__device__ __forceinline__ void store8(char* base, uint64_t at, const float (&f)[8]) {
-  if constexpr (T::kDtype == Dtype::kF32) {
-    uint4* to = reinterpret_cast<uint4*>(base + at * 4);
-    to[0] = sendable32(uint4{__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]),
-                             __float_as_uint(f[3])});
-    to[1] = sendable32(uint4{__float_as_uint(f[4]), __float_as_uint(f[5]), __float_as_uint(f[6]),
-                             __float_as_uint(f[7])});
-  } else {
-    *reinterpret_cast<uint4*>(base + at * 2) = pack8<T>(f);
-  }
-}
-template <class T>
-__device__ __forceinline__ void round8(float (&f)[8]) {
-  if constexpr (T::kDtype != Dtype::kF32) {
-    const uint4 v = pack8<T>(f);
-    unpack8<T>(v, f);
-  }
-}
 
 // INT8: the four lanes of a block of 32 share its scale. Lanes beyond the tile hold zeros.
 struct Int8Block {
@@ -98,15 +62,8 @@ struct General {
   __device__ __forceinline__ Codec codec() const { return static_cast<Codec>(p.codec); }
   __device__ __forceinline__ Codec partial() const { return static_cast<Codec>(p.partial); }
 
-  // Where my eight elements of a tile are; `active` is false beyond the row's end.
-  struct Place {
-    uint64_t element;
-    uint32_t column;
-    bool active;
-  };
   __device__ __forceinline__ Place place(uint32_t row, uint32_t t) const {
-    const uint32_t column = t * kTile + lane * 8;
-    return Place{static_cast<uint64_t>(row) * p.hidden + column, column, column < p.hidden};
+    return place_of(p, row, t, lane);
   }
   __device__ __forceinline__ void load_x(const Place& at, float (&f)[8]) const {
 #pragma unroll
@@ -226,12 +183,6 @@ struct General {
     }
   }
 
-  static __device__ __forceinline__ void accumulate(bool first, const float (&f)[8],
-                                                    float (&sum)[8]) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] = first ? f[i] : sum[i] + f[i];
-  }
-
   __device__ __forceinline__ void scatter(uint32_t row, uint32_t t) const {
     const uint32_t tile = row * p.tiles_per_row + t;
     const uint32_t fanout = view.scatter_fanout(tile);
@@ -337,59 +288,19 @@ struct General {
     keep(t, f);
   }
 
-  __device__ __forceinline__ void load_weight(uint32_t column, float (&w)[8]) const {
-    if (p.weight_f32) {
-      load8<F32>(p.weight, column, w);
-    } else {
-      load8<T>(p.weight, column, w);
-    }
-    if (p.gemma) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) w[i] += 1.0f;
-    }
-  }
-
-  // Round the sum, add the residual, store it, keep it rounded, and note its statistics.
+  // The kept sum becomes the row before the norm.
   __device__ __forceinline__ void add_residual(uint32_t row, uint32_t t) const {
     const Place here = place(row, t);
-    float f[8], r[8];
+    float f[8];
     recall(t, f);
-    round8<T>(f);
-    float squares = 0.0f, amax = 0.0f;
-    if (here.active) {
-      load8<T>(p.residual, here.element, r);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) f[i] += r[i];
-      store8<T>(p.residual_out, here.element, f);
-      round8<T>(f);
-      keep(t, f);
-      squares = square_sum(f);
-      if (kFp8 && p.quant == Quant::kToken) {
-        load_weight(here.column, r);
-        amax = largest_product(f, r);
-      }
-    }
-    squares = warp_sum(squares);
-    if (kFp8 && p.quant == Quant::kToken) amax = warp_max(amax);
-    if (lane == 0) {
-      shared.squares[t] = squares;
-      shared.amax[t] = amax;
-    }
+    sm120::add_residual<T, kFp8>(p, shared, here, t, lane, f);
+    if (here.active) keep(t, f);
   }
 
   __device__ __forceinline__ void norm(uint32_t row, uint32_t t, const RowScale& scale) const {
-    const Place here = place(row, t);
-    float f[8], w[8];
+    float f[8];
     recall(t, f);
-    if (here.active) load_weight(here.column, w);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) f[i] = here.active ? f[i] * w[i] * scale.rstd : 0.0f;
-    if constexpr (!kFp8) {
-      if (here.active) store8<T>(p.out, here.element, f);
-      return;
-    }
-    round8<T>(f);
-    store_e4m3(p, row, here.column, here.active, f, scale.inverse);
+    store_normed<T, kFp8>(p, row, place(row, t), scale, f);
   }
 
   __device__ __forceinline__ void run() {

@@ -15,6 +15,7 @@ const void* flat_one_shot_8(Dtype dtype, Output out, uint32_t units);
 const void* flat_two_shot_4(Dtype dtype, Output out, uint32_t units);
 const void* flat_two_shot_8(Dtype dtype, Output out, uint32_t units);
 const void* general(Dtype dtype, Output out);
+const void* relay(Dtype dtype, Output out);
 
 inline const void* flat(Dtype dtype, Output out, bool two_shot, uint32_t world, uint32_t units) {
   if (dtype == Dtype::kF32) return nullptr;

@@ -27,8 +27,14 @@ int64_t cuda_slab_bytes(int64_t world, String islands, int64_t capacity, int64_t
   return static_cast<int64_t>(make_layout(topology, capacity, small).slab_bytes);
 }
 
+// What the relay's outboxes add to a slab.
+int64_t cuda_relay_bytes(int64_t capacity) {
+  return static_cast<int64_t>(make_relay_layout(static_cast<uint64_t>(capacity)).bytes);
+}
+
 int64_t cuda_open(int64_t rank, int64_t world, String islands, int64_t capacity, int64_t small,
-                  int64_t timeout_ms, int64_t id, bool host_memory, Array<int64_t> slabs) {
+                  int64_t timeout_ms, int64_t id, bool host_memory, bool relay,
+                  Array<int64_t> slabs) {
   ChannelConfig config{};
   config.topology = topology_from(world, islands);
   config.rank = static_cast<uint32_t>(rank);
@@ -37,6 +43,7 @@ int64_t cuda_open(int64_t rank, int64_t world, String islands, int64_t capacity,
   config.timeout_ms = static_cast<uint64_t>(timeout_ms);
   config.id = static_cast<uint32_t>(id);
   config.host_memory = host_memory;
+  config.relay = relay;
   if (static_cast<int64_t>(slabs.size()) != world) {
     TVM_FFI_THROW(ValueError) << "world " << world << " needs as many slabs, not " << slabs.size();
   }
@@ -210,6 +217,7 @@ void slab_host_unregister(int64_t address) { host_unregister(address); }
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_slab_bytes, cuda_slab_bytes);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_relay_bytes, cuda_relay_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_open, cuda_open);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_close, cuda_close);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_reset, cuda_reset);

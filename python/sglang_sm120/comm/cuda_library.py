@@ -23,6 +23,7 @@ SOURCES = (
     "cuda/flat_two_shot_4.cu",
     "cuda/flat_two_shot_8.cu",
     "cuda/general.cu",
+    "cuda/relay.cu",
     "cuda/prefetch.cu",
     "cuda/probe.cu",
     "ffi/cuda.cpp",

@@ -14,9 +14,14 @@ if TYPE_CHECKING:
     from sglang_sm120.comm.factory import GroupSpec
 
 
-# Up to here mailboxes beat NCCL with P2P off: measured by benchmark/allreduce.py with all ranks on one PCIe link (see
-# docs/kernels.md). Larger sums, and larger worlds, stay with SGLang and NCCL.
+# Up to here the forms that travel in tiles are used: measured by benchmark/allreduce.py with all ranks on one PCIe link
+# (see docs/kernels.md). Without the relay, larger sums and larger worlds stay with SGLang and NCCL.
 LARGEST_BYTES = {2: 56 << 10, 3: 14 << 10, 4: 14 << 10}
+
+# Whether larger sums, up to the capacity, and worlds up to 16 take the relay (flags and outboxes, csrc/core/relay.h).
+# Off because that kernel has not run on a GPU yet: on once tests/gpu/test_relay.py passes there and
+# benchmark/allreduce.py shows it ahead of SGLang's own path.
+RELAY = False
 
 
 def numa_node_of(device: torch.device) -> int:
@@ -42,9 +47,10 @@ def build(spec: GroupSpec) -> Communicator:
     """
     from sglang_sm120.comm.factory import Declined
 
-    if spec.world not in LARGEST_BYTES:
+    largest = LARGEST_BYTES.get(spec.world, 0)
+    if largest == 0 and not RELAY:
         raise Declined(
             f"mailboxes serve {min(LARGEST_BYTES)} to {max(LARGEST_BYTES)} ranks, not {spec.world}"
         )
     node = numa_node_of(spec.device) if spec.device.type == "cuda" else -1
-    return native.build_over(spec, slab.HOST_WAYS, node, LARGEST_BYTES[spec.world])
+    return native.build_over(spec, slab.HOST_WAYS, node, largest, RELAY)

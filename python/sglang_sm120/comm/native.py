@@ -19,6 +19,10 @@ from sglang_sm120.options import parse_islands
 if TYPE_CHECKING:
     from sglang_sm120.comm.factory import GroupSpec
 
+# Forms over pinned host memory with flags and outboxes (csrc/core/relay.h), numbered behind `SCHEDULES`.
+RELAYS = ("relay_one_shot", "relay_two_shot")
+_NUMBERED = (*SCHEDULES, *RELAYS)
+
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # Bytes up to which pushing to everyone beats the second hop of two-shot, by world size.
@@ -26,13 +30,19 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ONE_SHOT_BYTES = {2: 1 << 40, 3: 128 << 10, 4: 128 << 10}
 ONE_SHOT_BYTES_LARGER = 16 << 10
 
+# The same for the relay. At world 2 both forms move the same bytes; above, one-shot reads N/2 times as much, which
+# is worth its shorter chain (about 4 us: a fence, a flag and a read through the link) below about this many bytes.
+# Computed from 1.2 us per read and 50 GB/s, not measured.
+RELAY_ONE_SHOT_BYTES = {2: 1 << 40}
+RELAY_ONE_SHOT_BYTES_LARGER = 64 << 10
+
 
 @dataclass(frozen=True)
 class How:
     """How one call runs; equal on every rank.
 
     Attributes:
-        schedule: a name of `sglang_sm120.comm.schedule.SCHEDULES`.
+        schedule: a name of `sglang_sm120.comm.schedule.SCHEDULES` or `RELAYS`.
         cluster, group_warps, rows_per_cta, ctas: spread of a row over CTAs; zeros for the default.
         early_launch: let the next kernel be scheduled before this one ends (compute capability 9 and up).
     """
@@ -97,6 +107,7 @@ class NativeCommunicator(Communicator):
         numa_node: int = -1,
         channel: int = 0,
         largest_bytes: int | None = None,
+        relay: bool = False,
         early_launch: bool | None = None,
         library: Any = None,
         slabs: slab.Slabs | None = None,
@@ -111,10 +122,13 @@ class NativeCommunicator(Communicator):
             warmup_timeout_ms: the same for calls outside graphs until `set_timeout_ms`; `timeout_ms` if None.
             wire: "lossless" or "int8" (blocks of 32 with a shared exponent).
             fp32_partials: islands exchange fp32 (one rounding) rather than the dtype.
-            schedule: "auto" or a name in `SCHEDULES`.
+            schedule: "auto" or a name in `SCHEDULES` or, with `relay`, in `RELAYS`.
             ways: how slabs may be shared, see `slab.share`.
             channel: number of this channel, for error texts.
-            largest_bytes: decline larger calls (rows x hidden x item size); None is no such limit.
+            largest_bytes: the schedules that travel in tiles decline larger calls (rows x hidden x item size); None
+                is no such limit.
+            relay: slabs also hold the relay's outboxes, and calls beyond `largest_bytes` take the relay. For slabs in
+                host memory (`way` "host"), one island and a lossless wire.
             early_launch: allow it at all; by default where no other rank shares the GPU. Kernels that were
                 scheduled early wait in the multiprocessors, and may keep out what another rank waits for.
             library, slabs: given by tests that put several ranks into one process.
@@ -124,8 +138,9 @@ class NativeCommunicator(Communicator):
             CollectiveError: the ranks disagree about the configuration, on every rank.
         """
         super().__init__(name, rank, world)
-        if schedule != "auto" and schedule not in SCHEDULES:
-            raise ValueError(f"schedule {schedule!r} is not auto or one of {', '.join(SCHEDULES)}")
+        known = _NUMBERED if relay else SCHEDULES
+        if schedule != "auto" and schedule not in known:
+            raise ValueError(f"schedule {schedule!r} is not auto or one of {', '.join(known)}")
         if wire not in ("lossless", "int8"):
             raise ValueError(f"wire {wire!r} is not lossless or int8")
         self._islands = islands_text(islands)
@@ -135,6 +150,7 @@ class NativeCommunicator(Communicator):
         self._bound = timeout_ms
         self._small = min(capacity_bytes, max(capacity_bytes * 2 // world, 64 << 10))
         self._largest = largest_bytes
+        self._relay = relay and wire == "lossless" and ";" not in self._islands
         self._handle = 0
         self._hows: dict[tuple[Op, int], How] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -143,13 +159,23 @@ class NativeCommunicator(Communicator):
 
             library = cuda_library()
         self._lib = library
-        mine = (world, self._islands, capacity_bytes, timeout_ms, self._flags, schedule)
+        mine = (
+            world,
+            self._islands,
+            capacity_bytes,
+            timeout_ms,
+            self._flags,
+            schedule,
+            self._relay,
+        )
         told = exchange(mine)
         if len(set(told)) > 1:
             shown = "; ".join(f"rank {r}: {entry}" for r, entry in enumerate(told))
             raise CollectiveError(f"{name}: ranks differ in their configuration ({shown})")
         if slabs is None:
             nbytes = library.cuda_slab_bytes(world, self._islands, capacity_bytes, self._small)
+            if self._relay:
+                nbytes += library.cuda_relay_bytes(capacity_bytes)
             if nbytes >= 1 << 32:
                 raise slab.SlabError(
                     f"{name}: a capacity of {capacity_bytes >> 20} MiB makes slabs of {nbytes >> 20} MiB, which must be "
@@ -168,6 +194,7 @@ class NativeCommunicator(Communicator):
             timeout_ms,
             channel,
             slabs.way in slab.HOST_WAYS,
+            self._relay,
             slabs.addresses,
         )
         # Ranks that share a GPU must all be resident at once, this call's kernels and the next ones.
@@ -205,14 +232,19 @@ class NativeCommunicator(Communicator):
         sweep: tuple[int, ...] = (0,)
         if len(partition or ()) == 1 and self.world in (2, 4, 8) and not self._flags & 1:
             sweep = (0, 8, 32) if self._roomy else (0, 8)
-        return [(s, n) for s in model.fitting(partition or ()) for n in sweep]
+        tiles = [(s, n) for s in model.fitting(partition or ()) for n in sweep]
+        if not self._relay:
+            return tiles
+        # Two ranks read as many bytes in either form, in one-shot with a hop less.
+        relays = RELAYS[:1] if self.world == 2 else RELAYS
+        return tiles + [(s, n) for s in relays for n in ((0, 8, 32) if self._roomy else (0, 8))]
 
     def choose(self, op: Op, rows: int, hidden: int, schedule: str, ctas: int = 0) -> None:
         if not schedule:
             self.pin(op, rows, None)
             return
-        how = How(schedule)
-        if ctas:
+        how = How(schedule, ctas=ctas)
+        if ctas and schedule not in RELAYS:
             norm = op is not Op.ALL_REDUCE
             how = How(
                 schedule,
@@ -223,14 +255,21 @@ class NativeCommunicator(Communicator):
         self.pin(op, rows, how)
 
     def how(self, op: Op, rows: int, hidden: int, itemsize: int) -> How:
-        """How a call runs: pinned, or one-shot up to `ONE_SHOT_BYTES`, above it two-shot or the islands' dataflow."""
+        """How a call runs: pinned, or one-shot up to `ONE_SHOT_BYTES`, above it two-shot or the islands' dataflow.
+
+        With the relay, calls beyond the limit of the tile forms take it, likewise in one shot or two.
+        """
         pinned = self._hows.get((op, rows))
         if pinned is not None:
             return pinned
         if self._schedule != "auto":
             return How(self._schedule)
+        nbytes = rows * hidden * itemsize
+        if self._relay and self._largest is not None and nbytes > self._largest:
+            few = RELAY_ONE_SHOT_BYTES.get(self.world, RELAY_ONE_SHOT_BYTES_LARGER)
+            return How(RELAYS[0] if nbytes <= few else RELAYS[1])
         limit = ONE_SHOT_BYTES.get(self.world, ONE_SHOT_BYTES_LARGER)
-        if rows * hidden * itemsize <= min(limit, self._small):
+        if nbytes <= min(limit, self._small):
             return How("one_shot")
         return How("island_dataflow" if ";" in self._islands else "two_shot")
 
@@ -238,10 +277,11 @@ class NativeCommunicator(Communicator):
         return self._handle != 0 and dtype in _DTYPES and self._admits(op, rows, hidden, dtype)
 
     def _admits_uncached(self, op: Op, rows: int, hidden: int, dtype: torch.dtype) -> bool:
-        if self._largest is not None and rows * hidden * dtype.itemsize > self._largest:
-            return False
         how = self.how(op, rows, hidden, dtype.itemsize)
-        schedule = SCHEDULES.index(how.schedule)
+        large = self._largest is not None and rows * hidden * dtype.itemsize > self._largest
+        if large and how.schedule not in RELAYS:
+            return False
+        schedule = _NUMBERED.index(how.schedule)
         return bool(
             self._lib.cuda_admits(
                 self._handle, schedule, _DTYPES[dtype], rows, hidden, bool(self._flags & 1)
@@ -330,7 +370,7 @@ class NativeCommunicator(Communicator):
         how = self.how(op, x.numel() // x.shape[-1], x.shape[-1], x.element_size())
         flags = self._flags | (0 if how.early_launch and self._early else 4)
         return [
-            SCHEDULES.index(how.schedule), flags, how.cluster, how.group_warps, how.rows_per_cta, how.ctas,
+            _NUMBERED.index(how.schedule), flags, how.cluster, how.group_warps, how.rows_per_cta, how.ctas,
         ]  # fmt: skip
 
     def _use_bound(self, timeout_ms: int) -> None:
@@ -420,7 +460,11 @@ def build(spec: GroupSpec) -> Communicator:
 
 
 def build_over(
-    spec: GroupSpec, ways: Sequence[str], numa_node: int, largest_bytes: int | None = None
+    spec: GroupSpec,
+    ways: Sequence[str],
+    numa_node: int,
+    largest_bytes: int | None = None,
+    relay: bool = False,
 ) -> NativeCommunicator:
     """Build over some ways of sharing; the mailbox backend asks for pinned host memory."""
     from sglang_sm120.comm.cuda_library import CudaLibraryMissing, cuda_library
@@ -455,6 +499,7 @@ def build_over(
             ways=ways,
             numa_node=numa_node,
             largest_bytes=largest_bytes,
+            relay=relay,
         )
     except (slab.SlabError, CollectiveError) as problem:
         raise Declined(str(problem)) from None
