@@ -17,32 +17,14 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from sglang_sm120.sim.shared_gpu import mps
 
 HERE = Path(__file__).resolve().parent
 WORKER = HERE / "allreduce_worker.py"
-
-
-@contextlib.contextmanager
-def mps() -> Iterator[dict[str, str]]:
-    """An MPS server of our own, so that the ranks' kernels run at the same time; its environment."""
-    with tempfile.TemporaryDirectory() as pipe, tempfile.TemporaryDirectory() as log:
-        env = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_MPS_LOG_DIRECTORY": log}
-        subprocess.run(["nvidia-cuda-mps-control", "-d"], env=env, check=True)
-        time.sleep(1.0)
-        try:
-            yield env
-        finally:
-            with contextlib.suppress(subprocess.SubprocessError):
-                subprocess.run(
-                    ["nvidia-cuda-mps-control"], input=b"quit\n", env=env, timeout=10, check=False
-                )
 
 
 def free_port() -> int:

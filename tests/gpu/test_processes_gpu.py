@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sglang_sm120.sim import shared_gpu
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture
-def mps(tmp_path: Path) -> Iterator[dict[str, str]]:
-    if shutil.which("nvidia-cuda-mps-control") is None:
-        pytest.skip("nvidia-cuda-mps-control is not on PATH: ranks on one GPU would take turns")
-    env = dict(os.environ)
-    for name in ("PIPE", "LOG"):
-        (tmp_path / name).mkdir()
-        env[f"CUDA_MPS_{name}_DIRECTORY"] = str(tmp_path / name)
-    subprocess.run(["nvidia-cuda-mps-control", "-d"], env=env, check=True)
-    time.sleep(1.0)
-    yield env
-    with contextlib.suppress(subprocess.SubprocessError):
-        subprocess.run(
-            ["nvidia-cuda-mps-control"], input=b"quit\n", env=env, timeout=10, check=False
-        )
+def mps() -> Iterator[dict[str, str]]:
+    if shutil.which(shared_gpu.MPS_CONTROL) is None:
+        pytest.skip(f"{shared_gpu.MPS_CONTROL} is not on PATH: ranks on one GPU would take turns")
+    with shared_gpu.mps() as environment:
+        yield environment
 
 
 def run(

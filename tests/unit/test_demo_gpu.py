@@ -120,9 +120,40 @@ def test_mps_of_the_caller_is_used_and_left_alone(
     (tmp_path / "control").touch()
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     monkeypatch.setenv("PATH", "")  # starting or stopping a daemon would fail
-    with shared_gpu.mps():
+    with shared_gpu.mps() as environment:
+        assert environment == dict(os.environ)
         assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == str(tmp_path)
     assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == str(tmp_path)
+
+
+CONTROL = """#!/bin/sh
+echo "$CUDA_MPS_PIPE_DIRECTORY|$LD_PRELOAD|$@" >> "{log}"
+if [ "$1" = -d ]; then touch "$CUDA_MPS_PIPE_DIRECTORY/control"; exit {code}; fi
+cat >> "{log}"
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_mps_is_started_for_the_ranks_and_quits_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    control, log = tmp_path / shared_gpu.MPS_CONTROL, tmp_path / "log"
+    control.write_text(CONTROL.format(log=log, code=code))
+    os.chmod(control, stat.S_IRWXU)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "nobody"))
+    monkeypatch.delenv("CUDA_MPS_LOG_DIRECTORY", raising=False)
+    monkeypatch.setenv("LD_PRELOAD", "libm.so.6")
+    before = dict(os.environ)
+    if code:
+        with pytest.raises(shared_gpu.RigError, match="MPS did not start"), shared_gpu.mps():
+            raise AssertionError("the daemon failed")
+    else:
+        with shared_gpu.mps() as environment:
+            pipe = environment["CUDA_MPS_PIPE_DIRECTORY"]
+            assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == pipe and Path(pipe, "control").exists()
+        assert log.read_text() == f"{pipe}||-d\n{pipe}||\nquit\n" and not Path(pipe).exists()
+    assert dict(os.environ) == before
 
 
 class Scripted(GpuTrial):

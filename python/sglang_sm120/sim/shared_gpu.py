@@ -12,10 +12,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 NCCL_NEEDED = (2, 30)
+MPS_CONTROL = "nvidia-cuda-mps-control"
+MPS_FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+MPS_START_S = 5.0  # until the daemon listens
 
 # Held at 2 and 4 ranks: small pools, and only kernels that are compiled at first use or come with sgl_kernel.
 FLAGS: tuple[str, ...] = (
@@ -51,7 +55,7 @@ def check() -> None:
     Raises:
         RigError: with what is missing and how to get it.
     """
-    for program in ("nvidia-smi", "nvidia-cuda-mps-control"):
+    for program in ("nvidia-smi", MPS_CONTROL):
         if shutil.which(program) is None:
             raise RigError(
                 f"{program} was not found: several ranks on one GPU need NVIDIA's driver and MPS"
@@ -80,34 +84,44 @@ def nccl_version() -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def mps() -> Iterator[None]:
-    """Have MPS running inside; one that the caller started is used and left alone.
+def mps() -> Iterator[dict[str, str]]:
+    """Have MPS running inside, for this process and for the ranks that it starts; gives their environment.
+
+    One that the caller started is used and left alone.
 
     Raises:
-        RigError: the daemon does not start.
+        RigError: there is no MPS, or the daemon does not start.
     """
     if (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control").exists():
-        yield
+        yield dict(os.environ)
         return
+    if shutil.which(MPS_CONTROL) is None:
+        raise RigError(f"{MPS_CONTROL} is not on PATH: several ranks on one GPU need MPS")
+    before = {name: os.environ.get(name) for name in MPS_FOLDERS}
     folder = tempfile.mkdtemp(prefix="sglang-sm120-mps-")
-    os.environ["CUDA_MPS_PIPE_DIRECTORY"] = os.environ["CUDA_MPS_LOG_DIRECTORY"] = folder
+    os.environ.update(dict.fromkeys(MPS_FOLDERS, folder))
     # A preloaded NCCL in the daemon would only cost memory.
     clean = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
     try:
-        started = subprocess.run(
-            ["nvidia-cuda-mps-control", "-d"], env=clean, capture_output=True, text=True
-        )
+        started = subprocess.run([MPS_CONTROL, "-d"], env=clean, capture_output=True, text=True)
         if started.returncode != 0:
             raise RigError(f"MPS did not start: {started.stderr.strip() or started.stdout.strip()}")
         try:
-            yield
+            deadline = time.monotonic() + MPS_START_S
+            while not (Path(folder) / "control").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            yield dict(os.environ)
         finally:
-            subprocess.run(
-                ["nvidia-cuda-mps-control"], input="quit\n", env=clean, text=True, timeout=30,
-                capture_output=True, check=False,
-            )  # fmt: skip
+            with contextlib.suppress(subprocess.SubprocessError):
+                subprocess.run(
+                    [MPS_CONTROL], input="quit\n", env=clean, text=True, timeout=30,
+                    capture_output=True, check=False,
+                )  # fmt: skip
     finally:
-        del os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_LOG_DIRECTORY"]
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
         shutil.rmtree(folder, ignore_errors=True)
 
 
