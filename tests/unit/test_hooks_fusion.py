@@ -346,6 +346,54 @@ def test_what_we_do_not_admit_stays_with_sglang_s_own_custom_all_reduce(world):
     assert Sm120AllReduce(world.communicator, None, torch.device("cpu"), disabled).theirs is None
 
 
+class Pcie:
+    """SGLang's communicator over FlashInfer: takes bf16."""
+
+    def __init__(self, disabled: bool = False) -> None:
+        self.disabled, self.served = disabled, 0
+
+    def should_pcie_ipc_ar(self, inp: torch.Tensor) -> bool:
+        return inp.dtype == torch.bfloat16
+
+    def pcie_ipc_all_reduce(self, inp: torch.Tensor) -> torch.Tensor:
+        self.served += 1
+        return inp
+
+
+class Nccl:
+    def __init__(self) -> None:
+        self.served = 0
+
+    @contextlib.contextmanager
+    def change_state(self, enable: bool):
+        assert enable
+        yield
+
+    def all_reduce(self, inp: torch.Tensor) -> None:
+        self.served += 1
+
+
+@pytest.mark.parametrize(
+    "theirs, pcie, dtype, served",
+    [
+        (True, True, torch.bfloat16, "theirs"),
+        (False, True, torch.bfloat16, "pcie"),
+        (False, True, torch.float32, "nccl"),
+        (False, None, torch.bfloat16, "nccl"),
+    ],
+)
+def test_the_baseline_is_what_sglang_would_run_itself(monkeypatch, theirs, pcie, dtype, served):
+    group, own, nccl = object(), Theirs(), Nccl()
+    ours = Pcie() if pcie else None
+    coordinator = types.SimpleNamespace(cpu_group=group, pynccl_comm=nccl, pcie_ipc_comm=ours)
+    monkeypatch.setattr(all_reduce.parallel_state, "_groups", {"tp:0": lambda: coordinator})
+    counted = []
+    monkeypatch.setattr(own, "custom_all_reduce", counted.append)
+    all_reduce.SglangSum(group, own if theirs else None).sum(torch.ones(2, 8, dtype=dtype))
+    found = {"theirs": len(counted), "pcie": ours.served if ours else 0, "nccl": nccl.served}
+    assert found == {name: int(name == served) for name in found}
+
+
 @pytest.mark.parametrize("backend, ends", [("auto", False), ("nccl", False), ("host", True)])
 @pytest.mark.parametrize("name", ["tp", "moe_tp"])
 def test_declined_group_gets_sglang_s_choice_and_a_named_backend_ends_the_rank(

@@ -269,6 +269,12 @@ def test_c33_a_kept_plan_with_flashinfer_makes_it_again_and_checks_it(
     assert not third[0].plan.serves("flashinfer") and third[0].plan.serves("native")
 
 
+def test_the_baseline_s_settings_are_part_of_what_a_kept_plan_depends_on() -> None:
+    told = {"NCCL_ALGO": "Ring", "NCCL_DEBUG": "INFO", "SGLANG_ENABLE_PCIE_IPC_ALLREDUCE": "1"}
+    said = "NCCL_ALGO=Ring SGLANG_ENABLE_PCIE_IPC_ALLREDUCE=1"
+    assert start.baseline_environment({**told, "HOME": "/"}) == said
+
+
 @pytest.mark.parametrize("first, then", [("native", ""), ("", "native")])
 def test_c33_a_plan_kept_under_another_wish_for_a_backend_is_not_used(
     monkeypatch, tmp_path, first, then

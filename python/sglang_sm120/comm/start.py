@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 # Makes a further backend's communicator; collective, None on every rank where one cannot (it says why in the log).
 Extra = Callable[[], Communicator | None]
 HOST_PROBE_BYTES = 256 << 10  # per pair of ranks: host memory gains nothing from more
+SGLANGS_PCIE = "SGLANG_ENABLE_PCIE_IPC_ALLREDUCE"  # SGLang's switch for FlashInfer's sums
 DEFAULT_ROWS = 64  # widest planned row count where no captured ones are known
 
 
@@ -117,7 +118,7 @@ def planned(
             pin=setting.pin,
         )
         # Ranks may be started with their own variables; the baseline is rank 0's as much as anyone's.
-        settings = exchange(nccl_environment(setting.environ))[0]
+        settings = exchange(baseline_environment(setting.environ))[0]
         identity = plan_cache.Identity(
             gpus=setting.gpus,
             versions=setting.versions,
@@ -183,9 +184,13 @@ def competes(name: str, primary: str, verdict: Verdict) -> bool:
     return True
 
 
-def nccl_environment(environ: Mapping[str, str]) -> str:
-    """The NCCL settings that the baseline was timed under, as sorted text; what only prints does not count."""
-    told = {k: v for k, v in environ.items() if k.startswith("NCCL_") and "DEBUG" not in k}
+def baseline_environment(environ: Mapping[str, str]) -> str:
+    """The settings that the baseline was timed under, as sorted text; what only prints does not count."""
+    told = {
+        k: v
+        for k, v in environ.items()
+        if k == SGLANGS_PCIE or (k.startswith("NCCL_") and "DEBUG" not in k)
+    }
     return " ".join(f"{k}={v}" for k, v in sorted(told.items()))
 
 

@@ -103,7 +103,7 @@ def _sglangs_own(original: Callable[..., Any], group: Any, device: Any) -> Any:
 
 
 class SglangSum:
-    """The sum that SGLang would make without us: by its custom all-reduce where that takes the tensor, else by NCCL."""
+    """The sum that SGLang would make without us: its own kernels in its order where they take the tensor, else NCCL."""
 
     def __init__(self, group: Any, theirs: Any) -> None:
         self._group = group
@@ -116,6 +116,11 @@ class SglangSum:
             self._theirs.custom_all_reduce(x)
             return
         coordinator = self._coordinator()
+        # FlashInfer's, with SGLANG_ENABLE_PCIE_IPC_ALLREDUCE; its workspace was made right before our plan.
+        pcie = coordinator.pcie_ipc_comm
+        if pcie is not None and not pcie.disabled and pcie.should_pcie_ipc_ar(x):
+            pcie.pcie_ipc_all_reduce(x)
+            return
         own = coordinator.pynccl_comm
         if own is None:
             torch.distributed.all_reduce(x, group=coordinator.device_group)
