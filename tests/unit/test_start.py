@@ -45,6 +45,9 @@ class Rig:
     us: dict[str, float] = field(default_factory=dict)
     made: list[str] = field(default_factory=list)
     wrong: str = ""  # schedule whose sums are wrong
+    misnormed: str = (
+        ""  # what the fused calls of native get wrong on rank 3: "residual" or "normed"
+    )
     uneven: str = ""  # schedule whose sums differ between ranks in their last bits
 
 
@@ -87,7 +90,13 @@ class Backend(Communicator):
 
     def all_reduce_rmsnorm(self, x, residual, weight, eps, *, gemma=False):  # type: ignore[no-untyped-def]
         out = self.all_reduce(x) + residual
-        return torch.nn.functional.rms_norm(out, x.shape[-1:], weight, eps), out
+        normed = torch.nn.functional.rms_norm(out, x.shape[-1:], weight, eps)
+        if self.backend == "native" and self.rank == 3:
+            if self.rig.misnormed == "residual":
+                out = out - residual
+            if self.rig.misnormed == "normed":
+                normed[-1, -1] = float("nan")
+        return normed, out
 
     def close(self) -> None:
         pass
@@ -243,6 +252,14 @@ def test_every_way_a_backend_can_run_must_prove_its_sums(monkeypatch, wrong, bac
     assert not ranks[0].plan.serves(backend)
     note = " ".join(ranks[0].plan.notes)
     assert f"the {backend} kernel gives wrong sums" in note and f"by {wrong}" in note
+
+
+@pytest.mark.parametrize("what", ["residual", "normed"])
+def test_the_fused_kernel_must_prove_itself_too(monkeypatch, what) -> None:
+    rig = Rig({"nccl": 30.0, "native": 1.0, "flashinfer": 10.0}, misnormed=what)
+    ranks = start_all(rig, monkeypatch)
+    assert not ranks[0].plan.serves("native") and ranks[0].plan.serves("flashinfer")
+    assert "rank 3: " in " ".join(ranks[0].plan.notes) and "fused" in " ".join(ranks[0].plan.notes)
 
 
 def test_a_backend_that_gives_the_ranks_different_bits_does_not_serve(monkeypatch) -> None:

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 ROWS = (1, 4, 7, 32)
 ROUNDS = 8
 BITS_ROWS = 7
+FUSED_ROWS = (1, 7)
+EPS = 1e-6
+NORM_SLACK = (
+    2.0**-6
+)  # relative; a bf16 has 2**-8, and a kernel may round once more than the reference
 
 
 def contribution(rank: int, seed: int, rows: int, hidden: int) -> torch.Tensor:
@@ -40,7 +45,7 @@ def check_sums(
     device: str = "cpu",
     rounds: int = ROUNDS,
 ) -> list[Veto]:
-    """Run a backend's all-reduce on random data on every rank and compare, every way it can run; collective.
+    """Run a backend's sums, plain and fused, on random data on every rank and compare, every way they run; collective.
 
     Args:
         communicator: a `Communicator`.
@@ -70,6 +75,8 @@ def check_sums(
                     f"{int(wrong.sum())} of {wrong.numel()} sums wrong on {rows} rows{_by(way)}, first at row {row} "
                     f"column {column}: {got[row, column].item()}"
                 )
+        fused = _fused_problem(communicator, hidden, rank, device)  # a collective, on every rank
+        problem = problem or fused
         bits = {
             _by(way) or " as it runs by itself": _bits(communicator, way, hidden, rank, device)
             for way in ways
@@ -102,6 +109,36 @@ def check_sums(
             ranks=tuple(r for r, _ in bad),
         )
     ]
+
+
+def _fused_problem(communicator: Communicator, hidden: int, rank: int, device: str) -> str:
+    """What is wrong with all-reduce + residual + RMSNorm in some way it can run; "" when nothing is."""
+    op, problem = Op.ALL_REDUCE_RMSNORM, ""
+    weight = torch.linspace(0.5, 1.5, hidden).to(torch.bfloat16)
+    for turn, way in enumerate(communicator.ways(op)):
+        for rows in FUSED_ROWS:
+            communicator.choose(op, rows, hidden, *way)
+            if communicator.admits(op, rows, hidden, torch.bfloat16):
+                parts = [contribution(r, turn, rows, hidden) for r in range(communicator.world)]
+                residual = contribution(communicator.world, turn, rows, hidden)
+                x, old, scale = (
+                    t.to(device=device, dtype=torch.bfloat16)
+                    for t in (parts[rank], residual, weight)
+                )
+                out = communicator.all_reduce_rmsnorm(x, old, scale, EPS)
+                normed, kept = (t.float().cpu() for t in out)
+                exact = torch.stack(parts).sum(0) + residual
+                want = torch.nn.functional.rms_norm(exact, (hidden,), weight.float(), EPS)
+                wrong = int((kept != exact).sum())
+                # Written so that a NaN, of an element that was never written, counts.
+                off = int((~((normed - want).abs() <= NORM_SLACK * want.abs())).sum())
+                if not problem and (wrong or off):
+                    problem = (
+                        f"{wrong} of {exact.numel()} residuals and {off} normed values wrong on {rows} rows"
+                        f"{_by(way)}, fused"
+                    )
+            communicator.choose(op, rows, hidden, "")
+    return problem
 
 
 def _by(way: tuple[str, int]) -> str:
