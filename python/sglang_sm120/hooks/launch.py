@@ -135,6 +135,8 @@ def check_server(server_args: Any, previous: Any) -> None:
                 raise OptionError(
                     f"--enable-sm120-fusion and {flag} want the same sums; give only one of them"
                 )
+        if view.disable_custom_all_reduce and view.tp_size > 1:
+            _say_sums_stay(options)
     except OptionError as error:
         _refuse_launch(server_args, error)
     if options.nccl == "compact" and view.device == "cuda":
@@ -146,6 +148,19 @@ def check_server(server_args: Any, previous: Any) -> None:
         logger.warning(
             "sglang-sm120: one rank has nothing to sum; --enable-sm120-fusion has no effect"
         )
+
+
+def _say_sums_stay(options: Options) -> None:
+    """SGLang makes no custom all-reduce, so no group of ours either: `--enable-deterministic-inference` does that."""
+    text = (
+        "SGLang has switched custom all-reduce off, as it does for --enable-deterministic-inference"
+    )
+    if options.backend not in ("auto", "nccl"):
+        raise OptionError(f"{text}; --sm120-backend {options.backend} cannot serve then")
+    logger.warning(
+        "sglang-sm120: %s: every sum stays with SGLang and NCCL; what makes no sums (NCCL's settings, draft lengths) is on",
+        text,
+    )
 
 
 def _share_gpu(server_args: Any) -> None:
