@@ -621,6 +621,7 @@ def test_nccl_may_go_everywhere_only_where_a_kept_probe_proved_it(tmp_path) -> N
 
     assert proven(sound) and proven(sound, gpus=("GPU-b",))
     assert not proven(sound, gpus=("GPU-a", "GPU-z"))
+    assert not proven(sound, gpus=()), "GPUs that cannot be listed are not known to be those"
     assert not proven(sound, kernel="6.15")
     assert not proven(None)
     assert not proven(msgspec.structs.replace(sound, simulated=True))

@@ -88,7 +88,7 @@ def verified_p2p(
 
     Only then may NCCL be told to use peer-to-peer between any two of them (see `nccl.environment.settings`).
     """
-    for path in sorted(where.glob("*.json")) if where else []:
+    for path in sorted(where.glob("*.json")) if where and gpus else []:
         try:
             record = msgspec.json.decode(path.read_bytes(), type=Record)
         except (OSError, msgspec.MsgspecError):
