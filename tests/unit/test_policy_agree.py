@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from sglang_sm120.verify.agree import GroupLink, LocalLink, PolicyDivergence, TableAgreement
-from sglang_sm120.verify.cost import CostModel, guess
+from sglang_sm120.verify.agree import (
+    CAPACITY,
+    HEADER,
+    GroupLink,
+    LocalLink,
+    PolicyDivergence,
+    TableAgreement,
+    Update,
+)
+from sglang_sm120.verify.cost import COLD, CostModel, guess
 from sglang_sm120.verify.policy import DraftLengthPolicy, PolicyConfig
 
 CANDIDATES = (0, 1, 3)
@@ -126,3 +135,18 @@ def test_construction_is_checked():
         TableAgreement(policy, None, LocalLink())
     with pytest.raises(ValueError, match="delay"):
         TableAgreement(policy, _model(), LocalLink(), delay=9)
+
+
+def test_the_table_of_a_server_that_has_seen_every_batch_size_can_still_be_sent() -> None:
+    candidates = list(range(8))
+    captured = [1, 2, 4, 8, *range(16, 257, 8)]
+    model = CostModel(guess(candidates, captured))
+    policy = DraftLengthPolicy(candidates, 3, model.table)
+    policy.set_cuda_graph_bs(captured)
+    for batch in range(1, 2049):
+        padded = policy.padded(batch)
+        assert padded >= batch
+        for steps in (COLD, *policy.allowed(padded)):
+            model.observe(steps, padded, 10.123 + 0.0137 * padded)
+    sent = msgspec.msgpack.encode(Update(1 << 40, 1 << 31, model.table))
+    assert len(sent) < CAPACITY - HEADER

@@ -200,11 +200,13 @@ class DraftLengthPolicy:
         return self._bucket(batch).steps
 
     def padded(self, batch_size: int) -> int:
-        """The captured batch size a batch runs at; without graphs the next power of two."""
-        if self._graph_batches is None:
-            return 1 << max(0, batch_size - 1).bit_length()
-        at = bisect_left(self._graph_batches, batch_size)
-        return self._graph_batches[at] if at < len(self._graph_batches) else batch_size
+        """The captured batch size a batch runs at; above the widest, and without graphs, the next power of two.
+
+        Every size that is told apart has a row in the cost table, which must stay small enough to send.
+        """
+        captured = self._graph_batches or []
+        at = bisect_left(captured, batch_size)
+        return captured[at] if at < len(captured) else 1 << max(0, batch_size - 1).bit_length()
 
     def allowed(self, batch: int) -> list[int]:
         """Candidates whose verify batch stays within the row limit; never empty."""
