@@ -106,6 +106,16 @@ def test_the_targets_fit_the_installed_sglang():
     assert contract.refusal(found) is None, found
 
 
+def test_a_pass_that_the_clock_did_not_see_is_no_cost(rig):
+    _, controller = rig
+    seen = controller.params._model.passes
+    for ms in (0.0, -0.5):
+        controller.params._timed(1, 4, ms)
+    assert controller.params._model.passes == seen
+    controller.params._timed(1, 4, 12.0)
+    assert controller.params._model.passes == seen + 1
+
+
 def test_graphs_are_timed_per_step_count_and_batch(rig):
     _, controller = rig
     timings = adaptive.time_graphs(controller, [1, 4])

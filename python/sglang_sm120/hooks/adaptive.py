@@ -108,7 +108,9 @@ class ServedPolicy(DraftLengthPolicy):
         )
 
     def _timed(self, steps: int, batch: int, ms: float) -> None:
-        self._model.observe(steps, batch, ms)
+        # Two events may lie within one tick of the GPU's clock; a rank must not end for that.
+        if ms > 0:
+            self._model.observe(steps, batch, ms)
 
 
 class _ProbeFilter(logging.Filter):
