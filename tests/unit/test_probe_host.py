@@ -17,7 +17,7 @@ from sglang_sm120.comm.counters import CallCounters
 from sglang_sm120.comm.dispatch import PlannedCommunicator
 from sglang_sm120.comm.plan import Choice, Entry, Plan, captured_rows
 from sglang_sm120.comm.planner import Candidate, Request
-from sglang_sm120.comm.warmup import Planned, keep_nccl, log_once, plan_group
+from sglang_sm120.comm.warmup import Planned, log_once, plan_group
 from sglang_sm120.fabric import machine, probe
 from sglang_sm120.fabric.driver import NoAccess
 from sglang_sm120.fabric.host_driver import SHM, HostDriver
@@ -342,14 +342,6 @@ def test_c34_every_admitted_row_count_runs_by_the_plans_schedule() -> None:
         (Op.ALL_REDUCE, 8, 64, "two_shot", 8),
         (Op.ALL_REDUCE, 3, 32, "two_shot", 8),
     ]
-
-
-def test_a_group_that_is_not_served_has_a_plan_that_says_so() -> None:
-    plan = keep_nccl(ASKED, flat(4), "the group spans 2 hosts")
-    assert plan.lookup(Op.ALL_REDUCE, 1).backend == "nccl"
-    assert "every call stays on nccl" in plan.sentence() and plan.notes == (
-        "the group spans 2 hosts",
-    )
 
 
 def test_c01_vetoes_of_a_report_and_the_plan_agree() -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from sglang_sm120.comm import plan_cache, planner
 from sglang_sm120.comm.communicator import CollectiveError, Communicator
-from sglang_sm120.comm.plan import BASELINE, Choice, Exchange, Plan, agree
+from sglang_sm120.comm.plan import BASELINE, Exchange, Plan, agree
 from sglang_sm120.comm.planner import Candidate, Request
 from sglang_sm120.fabric import islands as isl
 from sglang_sm120.fabric import probe
@@ -240,16 +240,3 @@ def log_once(planned: Planned, rank: int, paths: Sequence[str] = ("native",)) ->
     logger.info("SM120 verdict for group %s: %s; %s", plan.group, may, seen)
     for path in paths:
         verdict.log_once(path)
-
-
-def keep_nccl(request: Request, islands: isl.Partition, note: str) -> Plan:
-    """The plan of a group that this plugin does not serve: everything stays on the baseline."""
-    return Plan(
-        group=request.group,
-        world=request.world,
-        hidden=request.hidden,
-        itemsize=request.itemsize,
-        islands=islands,
-        fallback=Choice(backend="nccl"),
-        notes=(note,),
-    )
