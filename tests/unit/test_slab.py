@@ -100,3 +100,25 @@ def test_a_peer_that_dies_meanwhile_leaves_nothing_behind(
     assert run_ranks(WORLD, body)[1] == "ConnectionError"
     assert not list(folder.iterdir()) and open_files() == before
     assert [d.held for d in drivers] == [0] * WORLD
+
+
+def test_a_small_shared_memory_folder_is_said_on_every_rank(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(slab.os, "posix_fallocate", full)
+    meet = ThreadExchange(WORLD)
+    drivers = [Driver() for _ in range(WORLD)]
+    before = open_files()
+
+    def body(rank: int) -> str:
+        with pytest.raises(slab.SlabError) as error:
+            slab.share(drivers[rank], meet.of(rank), rank, WORLD, 5000, ways=("host",))
+        return str(error.value)
+
+    said = run_ranks(WORLD, body)
+    assert len(set(said)) == 1 and "rank 2: OSError: [Errno 28] No space left" in said[0]
+    assert [d.held for d in drivers] == [0] * WORLD
+    assert not list(folder.iterdir()) and open_files() == before

@@ -209,7 +209,7 @@ def _offer_host(library: Any, slabs: Slabs, rank: int, numa_node: int) -> str:
     fd, path = tempfile.mkstemp(prefix="sglang-sm120-", dir="/dev/shm")
     slabs._undo.append(lambda: Path(path).unlink(missing_ok=True))
     os.ftruncate(fd, slabs.nbytes)
-    _map_host(library, slabs, rank, fd, numa_node)
+    _map_host(library, slabs, rank, rank, fd, numa_node)
     return path
 
 
@@ -221,7 +221,7 @@ def _accept_host(
         if peer == rank:
             continue
         try:
-            _map_host(library, slabs, peer, os.open(path, os.O_RDWR), -1)
+            _map_host(library, slabs, rank, peer, os.open(path, os.O_RDWR), -1)
         except Exception as problem:
             errors.append(_first_line(problem))
     exchange(
@@ -232,14 +232,17 @@ def _accept_host(
         raise RuntimeError("; ".join(errors))
 
 
-def _map_host(library: Any, slabs: Slabs, peer: int, fd: int, numa_node: int) -> None:
+def _map_host(library: Any, slabs: Slabs, rank: int, peer: int, fd: int, numa_node: int) -> None:
     try:
         memory = mmap.mmap(fd, slabs.nbytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        if numa_node >= 0:
+            _bind(address, slabs.nbytes, numa_node)
+        if peer == rank:
+            # Where /dev/shm is small, as in containers, this says so; the driver would only name an invalid argument.
+            os.posix_fallocate(fd, 0, slabs.nbytes)
     finally:
         os.close(fd)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    if numa_node >= 0:
-        _bind(address, slabs.nbytes, numa_node)
     slabs.addresses[peer] = library.slab_host_register(address, slabs.nbytes)
     # The mapping must outlive the registration; a later close releases it with the process.
     slabs._undo.append(lambda: (library.slab_host_unregister(address), memory)[0])
