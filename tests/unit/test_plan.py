@@ -242,6 +242,33 @@ def test_one_rank_that_fails_a_candidate_takes_it_out_on_all() -> None:
     assert any("rank 1" in note and "flashinfer" in note for note in plans[0].notes)
 
 
+def test_a_way_that_one_rank_does_not_offer_is_timed_by_none() -> None:
+    meet = ThreadExchange(3)
+    timed: list[tuple[int, str]] = []
+
+    def body(rank: int) -> Plan:
+        def way(ctas: int, us: float) -> Candidate:
+            def time(op: Op, rows: int) -> float:
+                timed.append((rank, f"{ctas}c"))
+                return us
+
+            return Candidate("native", "one_shot", ctas, time)
+
+        ours = [way(32, 1.0), way(8, 2.0)] if rank != 1 else [way(8, 2.0), way(16, 1.0)]
+        candidates = [*ours, Candidate("nccl", time=lambda op, rows: 20.0)]
+        return make_plan(
+            request(3), candidates, report=None, islands=flat(3), verdict=Verdict(), rank=rank,
+            exchange=meet.of(rank),
+        )  # fmt: skip
+
+    plans = run_ranks(3, body)
+    assert plans[0] == plans[1] == plans[2]
+    assert {e.choice.name for e in plans[0].entries} == {"native/one_shot/8c"}
+    assert {name for _, name in timed} == {"8c"}
+    assert "native/one_shot/32c is left out: rank 1 does not offer it" in plans[0].notes
+    assert "native/one_shot/16c is left out: rank 0 does not offer it" in plans[0].notes
+
+
 def test_a_second_look_at_what_is_close_takes_the_noise_out() -> None:
     """One disturbed measurement of the first look must not decide: what is close is timed again."""
     seen: list[tuple[str, int]] = []

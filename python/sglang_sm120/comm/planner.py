@@ -135,6 +135,17 @@ def make_plan(
             notes.extend([note] if note not in notes else [])
         elif not (c.backend in OURS and c.schedule in banned):
             alive.append(c)
+    # GPUs of two kinds may offer different ways to run; what not every rank would time is nobody's.
+    held = exchange([c.choice.name for c in alive])
+    common = [n for n in held[0] if all(n in theirs for theirs in held)]
+    for name in dict.fromkeys(n for theirs in held for n in theirs):
+        lacking = [r for r, theirs in enumerate(held) if name not in theirs]
+        notes.extend(
+            [f"{name} is left out: rank {lacking[0]} does not offer it"] if lacking else []
+        )
+    alive = sorted(
+        (c for c in alive if c.choice.name in common), key=lambda c: common.index(c.choice.name)
+    )
     if request.pin:
         alive = [c for c in alive if c.backend == request.pin]
         if not alive:
