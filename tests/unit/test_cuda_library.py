@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from sglang_sm120.comm import cuda_library
+from sglang_sm120.fabric.software import run_ranks
 
 
 def test_digest_follows_every_source_and_flag(tmp_path: Path) -> None:
@@ -54,3 +55,35 @@ def test_a_folder_that_cannot_be_written_is_said_in_one_sentence(
         cuda_library.compile_now(tmp_path / "file" / "below")
     with pytest.raises(cuda_library.CudaLibraryMissing, match="nvcc could not compile"):
         cuda_library.compile_now(tmp_path)
+
+
+NVCC = """#!/bin/sh
+echo run >> "{log}"
+sleep {seconds}
+for argument; do last="$argument"; done
+echo built > "$last"
+"""
+
+
+def fake_nvcc(monkeypatch: pytest.MonkeyPatch, folder: Path, seconds: float) -> Path:
+    """An nvcc that takes its time; the file it notes its runs in."""
+    nvcc, log = folder / "nvcc", folder / "runs"
+    nvcc.write_text(NVCC.format(log=log, seconds=seconds))
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(cuda_library.shutil, "which", lambda *args, **kwargs: str(nvcc))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (12, 0))
+    return log
+
+
+def test_of_many_ranks_one_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    log = fake_nvcc(monkeypatch, tmp_path, 0.5)
+    built = run_ranks(4, lambda rank: cuda_library.compile_now(tmp_path / "cache"))
+    assert len(set(built)) == 1 and built[0].read_text() == "built\n"
+    assert log.read_text() == "run\n"
+
+
+def test_an_nvcc_that_hangs_is_cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_nvcc(monkeypatch, tmp_path, 5)
+    monkeypatch.setattr(cuda_library, "COMPILE_S", 0.2)
+    with pytest.raises(cuda_library.CudaLibraryMissing, match=r"not compile .* within 0\.2 s"):
+        cuda_library.compile_now(tmp_path / "cache")

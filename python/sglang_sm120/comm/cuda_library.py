@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import os
@@ -14,6 +15,7 @@ from typing import Any
 from sglang_sm120.comm._lib import LIBRARY_DIR, LibraryMissing, load
 
 NAME = "sglang_sm120_cuda"
+COMPILE_S = 1800  # longest build; two minutes are usual on few cores
 SOURCES = (
     "cuda/channel.cu",
     "cuda/memory.cu",
@@ -99,7 +101,12 @@ def compile_now(cache: Path | None = None) -> Path:
         cache = cache or Path("~/.cache/sglang-sm120/cuda").expanduser()
         target = cache / digest(sources, flags) / f"lib{NAME}.so"
         if not target.exists():
-            _compile(nvcc, sources, flags, target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # One rank compiles and the others wait: together they would take the memory of as many builds.
+            with open(target.parent / "lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not target.exists():
+                    _compile(nvcc, sources, flags, target)
     except CudaLibraryMissing:
         raise
     except (
@@ -116,7 +123,6 @@ def compile_now(cache: Path | None = None) -> Path:
 def _compile(nvcc: str, sources: Path, flags: list[str], target: Path) -> None:
     import tvm_ffi.libinfo as info
 
-    target.parent.mkdir(parents=True, exist_ok=True)
     includes = [
         f"-I{sources}",
         f"-I{info.find_include_path()}",
@@ -130,11 +136,18 @@ def _compile(nvcc: str, sources: Path, flags: list[str], target: Path) -> None:
             *(str(sources / name) for name in SOURCES),
             f"-L{library.parent}", "-ltvm_ffi", "-o", str(output),
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=COMPILE_S
+            )
+        except subprocess.TimeoutExpired:
+            raise CudaLibraryMissing(
+                f"nvcc did not compile the CUDA kernels within {COMPILE_S} s"
+            ) from None
         if done.returncode != 0:
             tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
             raise CudaLibraryMissing(f"nvcc could not compile the CUDA kernels:\n{tail}")
-        os.replace(output, target)  # another rank may do the same at the same time
+        os.replace(output, target)
 
 
 def _nvcc_beside_cuda_home() -> str | None:
