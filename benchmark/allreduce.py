@@ -68,15 +68,33 @@ def run_world(
     ]
 
 
+def bound_us(world: int, nbytes: int, link: dict[str, Any]) -> float:
+    """Microseconds that the link needs for one all-reduce of `nbytes` per rank."""
+    sharing, gbps = int(link["sharing"]), float(link["gbps"])
+    return 2 * (world - 1) / world * nbytes * sharing / gbps / 1e3
+
+
 def table(results: list[dict[str, Any]]) -> str:
-    """Per world, operation and shape: every contender's time, and ours over the best rival's."""
+    """Per world, operation and shape: every contender's time, and ours over the best rival's.
+
+    With contenders in host memory also the link's bound: the bytes of the best lossless schedule, 2 (N - 1)/N S each way
+    for each rank that shares the link, over the measured GB/s; and what part of it the best of them reaches. NCCL between
+    ranks of one GPU never crosses the link, so it is then shown but not compared with.
+    """
+    links = {r["world"]: r for r in results if r["kind"] == "link"}
     finals = [r for r in results if r["kind"] == "final"]
     names = list(dict.fromkeys(r["contender"] for r in finals))
-    rivals = [n for n in names if not n.startswith(("native", "mailbox"))]
+    ours_in_host = [n for n in names if n.startswith(("mailbox", "relay"))]
+    rivals = [
+        n for n in names if n != "native+fp8" and n not in ("native", *ours_in_host)
+        and not n.endswith("(in GPU memory)")
+    ]  # fmt: skip
+    width = max([11, *map(len, names)])
     lines = [
         f"{'world':>5} {'op':>5} {'hidden':>6} {'rows':>4} "
-        + " ".join(f"{n:>11}" for n in names)
+        + " ".join(f"{n:>{width}}" for n in names)
         + "  ratio"
+        + ("   bound  reached" if links else "")
     ]
     keys = list(dict.fromkeys((r["world"], r["op"], r["hidden"], r["rows"]) for r in finals))
     for key in sorted(keys):
@@ -85,19 +103,34 @@ def table(results: list[dict[str, Any]]) -> str:
             for r in finals
             if (r["world"], r["op"], r["hidden"], r["rows"]) == key
         }
-        ours = [row[n]["us"] for n in ("native", "mailbox") if n in row]
+        ours = [row[n]["us"] for n in ("native", *ours_in_host) if n in row]
         theirs = [row[n]["us"] for n in rivals if n in row]
         ratio = f"{min(ours) / min(theirs):6.2f}" if ours and theirs else "     -"
-        shown = " ".join(f"{row[n]['us']:11.2f}" if n in row else f"{'-':>11}" for n in names)
+        shown = " ".join(
+            f"{row[n]['us']:{width}.2f}" if n in row else f"{'-':>{width}}" for n in names
+        )
         lines.append(f"{key[0]:>5} {key[1]:>5} {key[2]:>6} {key[3]:>4} {shown} {ratio}")
+        through = [row[n]["us"] for n in ours_in_host if n in row]
+        if key[0] in links and through:
+            bound = bound_us(key[0], key[2] * key[3] * 2, links[key[0]])
+            lines[-1] += f" {bound:7.2f} {bound / min(through):7.0%}"
     return "\n".join(lines)
+
+
+def title(results: list[dict[str, Any]]) -> str:
+    """What the table measured and where."""
+    text = "one GPU, several processes under MPS, CUDA IPC, graphs of 20 calls, us per call (max over ranks)"
+    for link in (r for r in results if r["kind"] == "link"):
+        text += f"\nlink to host memory at world {link['world']}: {link['gbps']} GB/s each way at once, shared by "
+        text += f"{link['sharing']} rank(s)"
+    return text
 
 
 def main(
     worlds: Annotated[str, typer.Option(help="Numbers of ranks, each a run.")] = "2,4,8",
     rows: Annotated[str, typer.Option(help="Rows of the tensors.")] = "1,2,4,8,16,32,64",
     hidden: Annotated[str, typer.Option(help="Elements per row.")] = "7168,6144",
-    contenders: Annotated[str, typer.Option(help="native, mailbox, pcie_ipc, trtllm, nccl.")] = "native,pcie_ipc,trtllm",
+    contenders: Annotated[str, typer.Option(help="native, mailbox, relay_one_shot, relay_two_shot, pcie_ipc, trtllm, nccl.")] = "native,pcie_ipc,trtllm",
     sweep: Annotated[bool, typer.Option(help="Also time our kernels in many spreads.")] = False,
     screen: Annotated[bool, typer.Option(help="Keep every timed way of ours in the JSON.")] = False,
     seconds: Annotated[float, typer.Option(help="Bound for one world.")] = 150.0,
@@ -124,9 +157,7 @@ def main(
     for r in results:
         if r["kind"] not in ("final", "screen"):
             print(r)
-    print(
-        "\none GPU, several processes under MPS, CUDA IPC, graphs of 20 calls, us per call (max over ranks)"
-    )
+    print("\n" + title(results))
     print(table(results))
     if json_path is not None:
         json_path.write_text(json.dumps(results, indent=1))

@@ -52,19 +52,30 @@ class Way:
 
 
 class Native:
-    """Our kernels over peer slabs (`ways=("vmm", "ipc")`) or pinned host memory (`ways=("host",)`)."""
+    """Our kernels over peer slabs (`ways=("vmm", "ipc")`) or pinned host memory (`ways=("host",)`).
+
+    `relay`: one of the forms with flags, over pinned host memory; empty for the forms that travel in tiles.
+    """
 
     def __init__(
-        self, rank: int, world: int, exchange: Exchange, *, host: bool, sweep: bool, capacity: int
+        self,
+        rank: int,
+        world: int,
+        exchange: Exchange,
+        *,
+        host: bool,
+        sweep: bool,
+        capacity: int,
+        relay: str = "",
     ) -> None:
         from sglang_sm120.comm import slab
         from sglang_sm120.comm.native import NativeCommunicator
 
-        self.name = "mailbox" if host else "native"
-        self.host, self.sweep, self.world = host, sweep, world
+        self.name = relay or ("mailbox" if host else "native")
+        self.host, self.sweep, self.world = host, sweep and not relay, world
         self.comm = NativeCommunicator(
             "bench", rank, world, exchange, capacity_bytes=capacity, timeout_ms=2000, early_launch=True,
-            ways=slab.HOST_WAYS if host else slab.PEER_WAYS,
+            ways=slab.HOST_WAYS if host else slab.PEER_WAYS, relay=bool(relay), schedule=relay or "auto",
         )  # fmt: skip
         self.out: torch.Tensor | None = None
 
@@ -134,6 +145,43 @@ class Native:
 
     def close(self) -> None:
         self.comm.close()
+
+
+class _Mapped:
+    """Pinned host memory as a kernel sees it, as `torch.as_tensor` takes it."""
+
+    def __init__(self, pinned: torch.Tensor) -> None:
+        self.pinned = pinned
+        self.__cuda_array_interface__ = {
+            "shape": tuple(pinned.shape), "typestr": "<f4", "data": (pinned.data_ptr(), False), "version": 3,
+        }  # fmt: skip
+
+
+def link_gbps(nbytes: int = 64 << 20, repeats: int = 8) -> float:
+    """GB/s each way between this GPU and pinned host memory, while one kernel writes there and another reads."""
+    count = nbytes // 4
+    held = [torch.zeros(count, pin_memory=True) for _ in range(2)]
+    there = [torch.as_tensor(_Mapped(h), device="cuda") for h in held]
+    here = [torch.zeros(count, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    times = []
+    for warm in (True, False):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for _ in range(1 if warm else repeats):
+            with torch.cuda.stream(streams[0]):
+                torch.mul(here[0], 1.0, out=there[0])
+            with torch.cuda.stream(streams[1]):
+                torch.mul(there[1], 1.0, out=here[1])
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        ended.record()
+        torch.cuda.synchronize()
+        times.append(began.elapsed_time(ended))
+    return nbytes * repeats / times[1] / 1e6
 
 
 class PcieIpc:

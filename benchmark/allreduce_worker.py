@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from allreduce_contenders import EPS, Inputs, Native, Nccl, PcieIpc, Trtllm, Way
+from allreduce_contenders import EPS, Inputs, Native, Nccl, PcieIpc, Trtllm, Way, link_gbps
 
 CALLS = 20  # per graph
 
@@ -157,10 +157,18 @@ def main() -> None:
     makers = {
         "native": lambda: Native(a.rank, a.world, rank.exchange, host=False, sweep=a.sweep, capacity=a.capacity),
         "mailbox": lambda: Native(a.rank, a.world, rank.exchange, host=True, sweep=a.sweep, capacity=a.capacity),
+        "relay_one_shot": lambda: Native(a.rank, a.world, rank.exchange, host=True, sweep=False, capacity=a.capacity, relay="relay_one_shot"),
+        "relay_two_shot": lambda: Native(a.rank, a.world, rank.exchange, host=True, sweep=False, capacity=a.capacity, relay="relay_two_shot"),
         "pcie_ipc": lambda: PcieIpc(dist.group.WORLD, a.rank, a.world),
         "trtllm": lambda: Trtllm(dist.group.WORLD, a.rank, a.world),
         "nccl": lambda: Nccl(a.rank, a.world),
     }  # fmt: skip
+    shared_gpu = torch.cuda.device_count() < a.world
+    if any(name.startswith(("mailbox", "relay")) for name in a.contenders.split(",")):
+        # Alone on the link: the other ranks wait at the barrier.
+        gbps = link_gbps() if a.rank == 0 else 0.0
+        dist.barrier()
+        rank.say(kind="link", gbps=round(gbps, 2), sharing=a.world if shared_gpu else 1)
     contenders: dict[str, Any] = {}
     for name in a.contenders.split(","):
         error = None
@@ -189,7 +197,9 @@ def main() -> None:
                         continue
                     if name == "pcie_ipc" and not fused:
                         contender.keep_best(best[1].name, rows, hidden)
-                    entries.append((name, best[1], best[2]))
+                    # Ranks of one GPU reach each other through its memory whatever NCCL_P2P_DISABLE says.
+                    label = f"{name} (in GPU memory)" if name == "nccl" and shared_gpu else name
+                    entries.append((label, best[1], best[2]))
                     if fused and isinstance(contender, Native) and name == "native":
                         fp8 = best_of(rank, list(contender.ways(i, True, fp8=True))[:1], i, 10, "")
                         if fp8:

@@ -67,8 +67,10 @@ def main() -> None:
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
     )
     exchange: Any = process_group_exchange(dist.group.WORLD)
+    relay = ways.startswith("relay")  # "relay_one_shot" or "relay_two_shot", in pinned host memory
     communicator = NativeCommunicator(
-        "processes", rank, world, exchange, capacity_bytes=2 << 20, ways=ways.split(","),
+        "processes", rank, world, exchange, capacity_bytes=2 << 20,
+        ways=["host"] if relay else ways.split(","), relay=relay, schedule=ways if relay else "auto",
         timeout_ms=500 if scenario == "kill" else 5000, early_launch=True,
     )  # fmt: skip
     (die_or_report if scenario == "kill" else check_sums)(communicator, rank, world)

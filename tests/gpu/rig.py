@@ -46,12 +46,14 @@ class VirtualGroup:
         capacity_bytes: int = 4 << 20,
         timeout_ms: int = 1000,
         way: str = "ipc",
+        relay: bool = False,
         **options: Any,
     ) -> None:
         self.world = world
         self.lib = cuda_library()
         small = min(capacity_bytes, max(capacity_bytes * 2 // world, 64 << 10))
-        nbytes = self.lib.cuda_slab_bytes(world, islands or "", capacity_bytes, small)
+        self.tile_bytes = self.lib.cuda_slab_bytes(world, islands or "", capacity_bytes, small)
+        nbytes = self.tile_bytes + (self.lib.cuda_relay_bytes(capacity_bytes) if relay else 0)
         self.nbytes = nbytes
         self.slabs = [self.lib.slab_ipc_allocate(nbytes + GUARD_BYTES) for _ in range(world)]
         for rank in range(world):
@@ -66,6 +68,7 @@ class VirtualGroup:
                 islands=islands,
                 capacity_bytes=capacity_bytes,
                 timeout_ms=timeout_ms,
+                relay=relay,
                 early_launch=True,  # nothing else runs on this GPU
                 slabs=Slabs(list(self.slabs), nbytes, way),
                 **options,
@@ -128,7 +131,7 @@ class VirtualGroup:
 
     def slots(self, rank: int) -> torch.Tensor:
         """A rank's three slots as uint8 [3, bytes of a slot], without a copy."""
-        memory = _Memory(self.slabs[rank] + CONTROL_BYTES, self.nbytes - CONTROL_BYTES)
+        memory = _Memory(self.slabs[rank] + CONTROL_BYTES, self.tile_bytes - CONTROL_BYTES)
         return torch.as_tensor(memory, device="cuda").view(3, -1)
 
     def guard(self, rank: int) -> torch.Tensor:
