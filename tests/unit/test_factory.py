@@ -182,7 +182,7 @@ def test_islands_that_do_not_fit_the_tp_group_are_named_and_other_groups_do_not_
 @pytest.mark.parametrize(
     "scenario, text",
     [
-        ("options", "started with different sm120 options"),
+        ("options", "different sm120 options (timeout_ms: rank 0 has 1000, rank 1 has 1001)"),
         ("nccl", "leaves every sum to SGLang"),
         ("native", "rank 0: no GPU here; rank 1: no GPU here; rank 2: no GPU here"),
         ("machines", "spans several machines"),

@@ -285,7 +285,8 @@ def test_ranks_with_other_software_are_refused_by_name() -> None:
             )
         return str(error.value)
 
-    assert all("ranks [1]" in text for text in run_ranks(2, body))
+    for text in run_ranks(2, body):
+        assert "ranks [1]" in text and "(versions: rank 0 has" in text and "'plugin': '0.1'" in text
 
 
 def test_c34_the_dispatcher_serves_what_the_plan_says_and_counts_it() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_sm120.comm.communicator import Communicator
-from sglang_sm120.options import OptionError, Options
+from sglang_sm120.options import OptionError, Options, to_dict
 
 if TYPE_CHECKING:
     import torch
@@ -179,9 +179,14 @@ def _joint_complaint(name: str, told: list[Any]) -> str | None:
     if len({peer.machine for peer, _, _ in told}) > 1:
         shown = ", ".join(sorted({peer.hostname for peer, _, _ in told}))
         return f'group "{name}" spans several machines ({shown}); its sums stay with SGLang'
-    settings = {options for _, _, options in told}
-    if len(settings) > 1:
-        return f'ranks of group "{name}" were started with different sm120 options; use the same on all'
+    settings = [to_dict(options) for _, _, options in told]
+    for rank, theirs in enumerate(settings):
+        for option, value in theirs.items():
+            if value != settings[0][option]:
+                return (
+                    f'ranks of group "{name}" were started with different sm120 options ({option}: rank 0 has '
+                    f"{settings[0][option]!r}, rank {rank} has {value!r}); use the same on all"
+                )
     return None
 
 

@@ -198,12 +198,19 @@ def _kept(
 ) -> plan_cache.Record | None:
     """Rank 0's record of this identity, on all ranks; ranks with another identity are an error for all."""
     record = plan_cache.load(cache, identity) if rank == 0 else None
-    told = exchange((identity.key(), msgspec.json.encode(record)))
-    other = [r for r, (key, _) in enumerate(told) if key != told[0][0]]
+    told = exchange((msgspec.to_builtins(identity), msgspec.json.encode(record)))
+    first = told[0][0]
+    other = [r for r, (theirs, _) in enumerate(told) if theirs != first]
     if other:
+        theirs = told[other[0]][0]
+        differ = "; ".join(
+            f"{field}: rank 0 has {first[field]}, rank {other[0]} has {theirs[field]}"
+            for field in first
+            if theirs[field] != first[field]
+        )
         raise CollectiveError(
-            f"rank {rank}, group {identity.group}: ranks {other} run other versions, rows or options than rank 0. "
-            "Start all ranks with the same software and options."
+            f"rank {rank}, group {identity.group}: ranks {other} run other versions, rows or options than rank 0 "
+            f"({differ}). Start all ranks with the same software and options."
         )
     return msgspec.json.decode(told[0][1], type=plan_cache.Record | None)
 
