@@ -53,6 +53,13 @@ def build_trial(spec: GroupSpec) -> Communicator:
     return built[-1]
 
 
+def build_alone(spec: GroupSpec) -> Communicator:
+    if spec.rank == 1:
+        raise OSError("no memory on this GPU")
+    _all("between two steps of a builder")
+    return Trial(spec)
+
+
 def build_on_gpu(spec: GroupSpec) -> Communicator:
     raise Declined("no GPU here")
 
@@ -93,6 +100,14 @@ def _scenarios(rank: int) -> dict[str, Any]:
     seen["options"] = _build("tp", Options(enabled=True, timeout_ms=1000 + rank)).reason
     seen["nccl"] = _build("tp", Options(enabled=True, backend="nccl")).reason
     seen["native"] = _build("tp", Options(enabled=True, backend="native")).reason
+    TRIAL["host"] = "test_factory:build_alone"
+    try:
+        seen["apart"] = _build("tp", Options(enabled=True)).reason
+    except factory.RanksApart as apart:
+        seen["apart"] = str(apart)
+    if rank == 1:
+        _all("what SGLang does next")
+    TRIAL["host"] = "test_factory:build_trial"
     count = len(built)
     factory.EXTRAS["host"] = {"one": "test_factory:build_trial", "two": "test_factory:build_trial"}
     for name in ("welcome", "refused too"):
@@ -164,6 +179,13 @@ def test_one_rank_that_cannot_makes_all_decline_with_its_reason(seen, name, reas
         assert said == f'backend "host" is off for group "{name}" ({reason})'
         assert all(report[f"{name} closed"])
     assert sum(len(report[f"{name} closed"]) for report in seen) == WORLD - 1
+
+
+def test_a_rank_that_fails_alone_inside_a_builder_is_noticed_by_all_instead_of_hanging(seen):
+    assert "not at the same step as ranks [0, 2]" in seen[1]["apart"]
+    assert "OSError: no memory on this GPU" in seen[1]["apart"]
+    for rank in (0, 2):
+        assert f'rank {rank} of group "tp" is not at the same step as ranks [1]' in seen[rank]["apart"]  # fmt: skip
 
 
 def test_a_further_backend_joins_on_all_ranks_or_on_none(seen):

@@ -50,6 +50,14 @@ class Declined(RuntimeError):
     """A backend cannot serve this group; the text says why, without the rank (the factory adds it)."""
 
 
+class RanksApart(RuntimeError):
+    """A rank left a builder by an error between two exchanges of the builder's own; no rank can go on."""
+
+
+# Begins every exchange of this file, so that one of a builder is never taken for it.
+_MARK = "sm120-factory"
+
+
 @dataclass(frozen=True)
 class Peer:
     """Where one rank of the group runs; enough to know whether it can be reached and watched."""
@@ -138,6 +146,9 @@ def build(
         options: the same on every rank.
         baseline: how SGLang would sum a tensor of this group, for the plan of a GPU group to beat.
         backends: builders to use in place of `BACKENDS`, for tests.
+
+    Raises:
+        RanksApart: a builder failed on some ranks where the others waited for them.
     """
     import torch.distributed as dist
 
@@ -146,10 +157,20 @@ def build(
     if wanted == ("nccl",):
         return Outcome(None, "nccl", "--sm120-backend nccl leaves every sum to SGLang and NCCL")
 
+    step = 0
+
     def exchange(value: Any) -> list[Any]:
+        nonlocal step
+        step += 1
         told: list[Any] = [None] * world
-        dist.all_gather_object(told, value, group=process_group)
-        return told
+        dist.all_gather_object(told, (_MARK, step, value), group=process_group)
+        apart = [r for r, t in enumerate(told) if type(t) is not tuple or t[:2] != (_MARK, step)]
+        if apart:
+            raise RanksApart(
+                f'rank {rank} of group "{name}" is not at the same step as ranks {apart}: one of them failed alone '
+                f"(this rank was about to tell {repr(value)[:300]})"
+            )
+        return [entry[2] for entry in told]
 
     # One exchange carries who is where, and rank 0's session id.
     told = exchange((Peer.here(rank, device), f"{os.getpid()}-{secrets.token_hex(4)}", options))
