@@ -81,7 +81,7 @@ class Native:
 
     def ways(self, i: Inputs, fused: bool, fp8: bool = False) -> Iterator[Way]:
         from sglang_sm120.comm.communicator import Op
-        from sglang_sm120.comm.native import How
+        from sglang_sm120.comm.native_how import How
 
         op = Op.ALL_REDUCE_RMSNORM if fused else Op.ALL_REDUCE
         hows: list[tuple[str, How | None]] = [("default", None)]
@@ -122,7 +122,7 @@ class Native:
 
     def _spreads(self, rows: int, hidden: int, fused: bool) -> Iterator[Any]:
         """Spreads worth timing: clusters 1 to 8, and one or two numbers of warps for each."""
-        from sglang_sm120.comm.native import How
+        from sglang_sm120.comm.native_how import How
 
         tiles = (hidden + 255) // 256
         schedules = ["one_shot"] if self.world == 2 else ["one_shot", "two_shot"]

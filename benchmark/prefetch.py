@@ -22,7 +22,7 @@ from prefetch_rig import Chain, Pair, Reader, Timer, make_steps, memory_bandwidt
 from rich.console import Console
 from rich.table import Table
 from sglang_sm120.comm.communicator import Op
-from sglang_sm120.comm.native import How
+from sglang_sm120.comm.native_how import How
 from sglang_sm120.verify.prefetch import Limits, PrefetchPlan
 
 # Who asks for the memory: so many thread blocks beside the sum's own, or a kernel of so many on a side stream.

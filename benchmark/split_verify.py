@@ -31,7 +31,7 @@ from prefetch_rig import (
 from rich.console import Console
 from rich.table import Table
 from sglang_sm120.comm.communicator import Op
-from sglang_sm120.comm.native import How
+from sglang_sm120.comm.native_how import How
 
 WORLD = 8  # whose message sizes and shapes are emulated
 LATENCY_US = 5.0  # two hops

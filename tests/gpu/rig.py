@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 from sglang_sm120.comm.cuda_library import cuda_library
-from sglang_sm120.comm.native import How, NativeCommunicator
+from sglang_sm120.comm.native import NativeCommunicator
+from sglang_sm120.comm.native_how import How
 from sglang_sm120.comm.slab import Slabs
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rig import VirtualGroup, canonical_sum, inputs
 from sglang_sm120.comm.communicator import Op
-from sglang_sm120.comm.native import How
+from sglang_sm120.comm.native_how import How
 
 
 def call(

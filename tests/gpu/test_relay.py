@@ -11,7 +11,7 @@ import pytest
 import torch
 from rig import VirtualGroup, canonical_sum, inputs, reference_norm, ulps
 from sglang_sm120.comm.communicator import CollectiveError, Op
-from sglang_sm120.comm.native import RELAYS, How
+from sglang_sm120.comm.native_how import RELAYS, How
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rig import VirtualGroup, canonical_sum, inputs, reference_norm, ulps
 from sglang_sm120.comm.communicator import Op
-from sglang_sm120.comm.native import How
+from sglang_sm120.comm.native_how import How
 
 FLAT = ("one_shot", "two_shot")
 PARTITIONS = {

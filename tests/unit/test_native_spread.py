@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from sglang_sm120.comm.native import NativeCommunicator, spread
+from sglang_sm120.comm.native import NativeCommunicator
+from sglang_sm120.comm.native_how import spread
 from sglang_sm120.comm.slab import SlabError
 
 

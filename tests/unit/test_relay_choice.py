@@ -10,7 +10,8 @@ import torch
 from sglang_sm120.comm import mailbox, native, slab
 from sglang_sm120.comm.communicator import Op
 from sglang_sm120.comm.factory import Declined
-from sglang_sm120.comm.native import RELAYS, NativeCommunicator
+from sglang_sm120.comm.native import NativeCommunicator
+from sglang_sm120.comm.native_how import RELAYS
 
 RELAY_BYTES = 1 << 16
 

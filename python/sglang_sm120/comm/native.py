@@ -4,82 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_sm120.comm import flight, model, slab
+from sglang_sm120.comm import flight, slab
 from sglang_sm120.comm.communicator import CollectiveError, Communicator, Op, norm_inputs
+from sglang_sm120.comm.native_how import NUMBERED, RELAYS, Group, How, spread
 from sglang_sm120.comm.schedule import SCHEDULES, islands_text
-from sglang_sm120.fabric import islands as isl
-from sglang_sm120.options import parse_islands
 
 if TYPE_CHECKING:
     from sglang_sm120.comm.factory import GroupSpec
 
-# Forms over pinned host memory with flags and outboxes (csrc/core/relay.h), numbered behind `SCHEDULES`.
-RELAYS = ("relay_one_shot", "relay_two_shot")
-_NUMBERED = (*SCHEDULES, *RELAYS)
-
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-# Bytes up to which pushing to everyone beats the second hop of two-shot, by world size.
-# Measured by benchmark/allreduce.py; see docs/kernels.md.
-ONE_SHOT_BYTES = {2: 1 << 40, 3: 128 << 10, 4: 128 << 10}
-ONE_SHOT_BYTES_LARGER = 16 << 10
-
-# The same for the relay. At world 2 both forms move the same bytes; above, one-shot reads N/2 times as much, which
-# is worth its shorter chain (about 4 us: a fence, a flag and a read through the link) below about this many bytes.
-# Computed from 1.2 us per read and 50 GB/s, not measured.
-RELAY_ONE_SHOT_BYTES = {2: 1 << 40}
-RELAY_ONE_SHOT_BYTES_LARGER = 64 << 10
-
-
-@dataclass(frozen=True)
-class How:
-    """How one call runs; equal on every rank.
-
-    Attributes:
-        schedule: a name of `sglang_sm120.comm.schedule.SCHEDULES` or `RELAYS`.
-        cluster, group_warps, rows_per_cta, ctas: spread of a row over CTAs; zeros for the default.
-        early_launch: let the next kernel be scheduled before this one ends (compute capability 9 and up).
-    """
-
-    schedule: str
-    cluster: int = 0
-    group_warps: int = 0
-    rows_per_cta: int = 0
-    ctas: int = 0
-    early_launch: bool = True
-
-
-def spread(
-    rows: int, hidden: int, limit: int, *, norm: bool, clusters: bool = True, crowded: bool = False
-) -> tuple[int, int, int, int]:
-    """(cluster, group warps, rows per CTA, CTAs) of a call on at most `limit` CTAs.
-
-    The rule of `choose` in csrc/cuda/channel.cu, whose limit is 16 CTAs up to 64 rows and 32 above.
-    """
-    tiles = -(-hidden // 256)
-    most_warps = 16 if crowded else 32
-    cluster, rows_per_cta = 1, 1
-    most = 8 if clusters or not norm else 1
-    while cluster < most and cluster * 2 * rows <= limit and tiles >= cluster * 6:
-        cluster *= 2
-    if norm and -(-tiles // cluster) > most_warps:
-        cluster = 1
-    while (
-        rows_per_cta < 4
-        and cluster == 1
-        and rows > limit * rows_per_cta
-        and tiles <= most_warps // (2 * rows_per_cta) * 4
-    ):
-        rows_per_cta *= 2
-    share, warps = -(-tiles // cluster), most_warps // rows_per_cta
-    group_warps = -(-share // -(-share // warps))
-    return cluster, group_warps, rows_per_cta, min(-(-rows // rows_per_cta) * cluster, limit)
 
 
 class NativeCommunicator(Communicator):
@@ -138,7 +76,7 @@ class NativeCommunicator(Communicator):
             CollectiveError: the ranks disagree about the configuration, on every rank.
         """
         super().__init__(name, rank, world)
-        known = _NUMBERED if relay else SCHEDULES
+        known = NUMBERED if relay else SCHEDULES
         if schedule != "auto" and schedule not in known:
             raise ValueError(f"schedule {schedule!r} is not auto or one of {', '.join(known)}")
         if wire not in ("lossless", "int8"):
@@ -205,7 +143,14 @@ class NativeCommunicator(Communicator):
         crowd = max(devices.count(device) for device in devices)
         self._early = crowd == 1 if early_launch is None else early_launch
         self._crowded = crowd * 16 * 2 > gpu.multi_processor_count
-        self._roomy = crowd * 32 * 2 <= gpu.multi_processor_count
+        self._group = Group(
+            world=world,
+            islands=self._islands,
+            lossless=wire == "lossless",
+            roomy=crowd * 32 * 2 <= gpu.multi_processor_count,
+            relay=self._relay,
+            small=self._small,
+        )
         self._clusters = gpu.major >= 9
         library.cuda_set_crowded(self._handle, self._crowded)
         self._admits = lru_cache(maxsize=4096)(self._admits_uncached)
@@ -226,18 +171,7 @@ class NativeCommunicator(Communicator):
         self._admits.cache_clear()
 
     def ways(self, op: Op) -> Sequence[tuple[str, int]]:
-        """Every schedule that fits the islands, also with fewer and with more CTAs than the default where that can be."""
-        partition = parse_islands(self._islands) if self._islands else isl.flat(self.world)
-        # Only the kernels for one island of 2, 4 or 8 ranks can be spread in more than one way.
-        sweep: tuple[int, ...] = (0,)
-        if len(partition or ()) == 1 and self.world in (2, 4, 8) and not self._flags & 1:
-            sweep = (0, 8, 32) if self._roomy else (0, 8)
-        tiles = [(s, n) for s in model.fitting(partition or ()) for n in sweep]
-        if not self._relay:
-            return tiles
-        # Two ranks read as many bytes in either form, in one-shot with a hop less.
-        relays = RELAYS[:1] if self.world == 2 else RELAYS
-        return tiles + [(s, n) for s in relays for n in ((0, 8, 32) if self._roomy else (0, 8))]
+        return self._group.ways()
 
     def choose(self, op: Op, rows: int, hidden: int, schedule: str, ctas: int = 0) -> None:
         if not schedule:
@@ -255,23 +189,13 @@ class NativeCommunicator(Communicator):
         self.pin(op, rows, how)
 
     def how(self, op: Op, rows: int, hidden: int, itemsize: int) -> How:
-        """How a call runs: pinned, or one-shot up to `ONE_SHOT_BYTES`, above it two-shot or the islands' dataflow.
-
-        With the relay, calls beyond the limit of the tile forms take it, likewise in one shot or two.
-        """
+        """How a call runs: pinned, as the constructor was told, or by default (`native_how.Group.default`)."""
         pinned = self._hows.get((op, rows))
         if pinned is not None:
             return pinned
         if self._schedule != "auto":
             return How(self._schedule)
-        nbytes = rows * hidden * itemsize
-        if self._relay and self._largest is not None and nbytes > self._largest:
-            few = RELAY_ONE_SHOT_BYTES.get(self.world, RELAY_ONE_SHOT_BYTES_LARGER)
-            return How(RELAYS[0] if nbytes <= few else RELAYS[1])
-        limit = ONE_SHOT_BYTES.get(self.world, ONE_SHOT_BYTES_LARGER)
-        if nbytes <= min(limit, self._small):
-            return How("one_shot")
-        return How("island_dataflow" if ";" in self._islands else "two_shot")
+        return self._group.default(rows * hidden * itemsize, self._largest)
 
     def admits(self, op: Op, rows: int, hidden: int, dtype: torch.dtype) -> bool:
         return self._handle != 0 and dtype in _DTYPES and self._admits(op, rows, hidden, dtype)
@@ -281,7 +205,7 @@ class NativeCommunicator(Communicator):
         large = self._largest is not None and rows * hidden * dtype.itemsize > self._largest
         if large and how.schedule not in RELAYS:
             return False
-        schedule = _NUMBERED.index(how.schedule)
+        schedule = NUMBERED.index(how.schedule)
         return bool(
             self._lib.cuda_admits(
                 self._handle, schedule, _DTYPES[dtype], rows, hidden, bool(self._flags & 1)
@@ -370,7 +294,7 @@ class NativeCommunicator(Communicator):
         how = self.how(op, x.numel() // x.shape[-1], x.shape[-1], x.element_size())
         flags = self._flags | (0 if how.early_launch and self._early else 4)
         return [
-            _NUMBERED.index(how.schedule), flags, how.cluster, how.group_warps, how.rows_per_cta, how.ctas,
+            NUMBERED.index(how.schedule), flags, how.cluster, how.group_warps, how.rows_per_cta, how.ctas,
         ]  # fmt: skip
 
     def _use_bound(self, timeout_ms: int) -> None:
