@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
     from sglang_sm120.comm.factory import GroupSpec
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class Device(NamedTuple):
+    """What ranks tell each other about their GPUs; `problem` is why this rank's channel could not be opened."""
+
+    uuid: str
+    multiprocessors: int
+    major: int
+    problem: str
 
 
 class NativeCommunicator(Communicator):
@@ -73,7 +83,7 @@ class NativeCommunicator(Communicator):
 
         Raises:
             slab.SlabError: slabs cannot be shared, on every rank.
-            CollectiveError: the ranks disagree about the configuration, on every rank.
+            CollectiveError: the ranks disagree about the configuration, or one cannot open its channel; on every rank.
         """
         super().__init__(name, rank, world)
         known = NUMBERED if relay else SCHEDULES
@@ -123,35 +133,47 @@ class NativeCommunicator(Communicator):
                 library, exchange, rank, world, nbytes, ways=ways, numa_node=numa_node
             )
         self._slabs = slabs
-        self._handle = library.cuda_open(
-            rank,
-            world,
-            self._islands,
-            capacity_bytes,
-            self._small,
-            timeout_ms,
-            channel,
-            slabs.way in slab.HOST_WAYS,
-            self._relay,
-            slabs.addresses,
-        )
-        # Ranks that share a GPU must all be resident at once, this call's kernels and the next ones.
+        problem = ""
+        try:
+            self._handle = library.cuda_open(
+                rank,
+                world,
+                self._islands,
+                capacity_bytes,
+                self._small,
+                timeout_ms,
+                channel,
+                slabs.way in slab.HOST_WAYS,
+                self._relay,
+                slabs.addresses,
+            )
+        except Exception as error:  # told to all below: the others wait for this rank there
+            problem = str(error)
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-        devices = exchange(
-            str(getattr(gpu, "uuid", rank))
-        )  # and nobody pushes before all slabs are clear
-        crowd = max(devices.count(device) for device in devices)
+        own = Device(str(getattr(gpu, "uuid", rank)), gpu.multi_processor_count, gpu.major, problem)
+        devices = exchange(own)  # and nobody pushes before all slabs are clear
+        broken = [
+            f"rank {r}: {device.problem}" for r, device in enumerate(devices) if device.problem
+        ]
+        if broken:
+            self.close()
+            slabs.close()
+            raise CollectiveError(f"{name}: a channel could not be opened ({'; '.join(broken)})")
+        # Ranks that share a GPU must all be resident at once, this call's kernels and the next ones. The least of GPUs
+        # of several kinds counts for all, for a call must run alike on every rank.
+        crowd = max(Counter(device.uuid for device in devices).values())
+        multiprocessors = min(device.multiprocessors for device in devices)
         self._early = crowd == 1 if early_launch is None else early_launch
-        self._crowded = crowd * 16 * 2 > gpu.multi_processor_count
+        self._crowded = crowd * 16 * 2 > multiprocessors
         self._group = Group(
             world=world,
             islands=self._islands,
             lossless=wire == "lossless",
-            roomy=crowd * 32 * 2 <= gpu.multi_processor_count,
+            roomy=crowd * 32 * 2 <= multiprocessors,
             relay=self._relay,
             small=self._small,
         )
-        self._clusters = gpu.major >= 9
+        self._clusters = min(device.major for device in devices) >= 9
         library.cuda_set_crowded(self._handle, self._crowded)
         self._admits = lru_cache(maxsize=4096)(self._admits_uncached)
 
