@@ -2,10 +2,10 @@
 #include "host/explore.h"
 
 #include <algorithm>
-#include <cstring>
 #include <functional>
 #include <stdexcept>
-#include <unordered_set>
+
+#include "host/explore_walk.h"
 
 namespace sm120::host {
 namespace {
@@ -37,20 +37,14 @@ struct State {
   Lane lanes[kMostCells * kLanes];
 };
 
-struct Key {
-  uint64_t a, b;
-  bool operator==(const Key& other) const { return a == other.a && b == other.b; }
-};
-struct KeyHash {
-  size_t operator()(const Key& key) const { return key.a; }
-};
-
 class Explorer {
  public:
   explicit Explorer(const ExploreConfig& config) : config_(config) { build(); }
-  ExploreResult run();
+  ExploreResult run() { return walk(*this, config_.most_states); }
 
  private:
+  template <class Model>
+  friend ExploreResult host::walk(Model& model, uint64_t most_states);
   struct Frame {
     State state;
     std::string text;
@@ -71,6 +65,7 @@ class Explorer {
     return s.lanes[(slot * cells_ + cell) * kLanes + i];
   }
   Key key_of(const State& s) const;
+  bool finished(const State& state) const;
   void successors(const State& state, std::vector<Frame>& out);
   void take_step(const State& state, int cta, std::vector<Frame>& out);
   void clear_share(const State& state, int cta, std::vector<Frame>& out);
@@ -167,21 +162,15 @@ void Explorer::build() {
 }
 
 Key Explorer::key_of(const State& s) const {
-  Key key{0x9E3779B97F4A7C15ull, 0xC2B2AE3D27D4EB4Full};
-  auto mix = [&key](uint64_t v) {
-    key.a = (key.a ^ v) * 0xFF51AFD7ED558CCDull;
-    key.a ^= key.a >> 32;
-    key.b = (key.b + v) * 0xC4CEB9FE1A85EC53ull;
-    key.b ^= key.b >> 29;
-  };
-  for (int r = 0; r < world_; ++r) mix(s.call[r]);
-  for (int c = 0; c < ctas_; ++c) mix(s.step[c] * 2u + s.cleared[c]);
+  Key key;
+  for (int r = 0; r < world_; ++r) key.mix(s.call[r]);
+  for (int c = 0; c < ctas_; ++c) key.mix(s.step[c] * 2u + s.cleared[c]);
   const uint32_t lanes = cells_ * slots() * kLanes;
   for (uint32_t i = 0; i < lanes; ++i) {
     const Lane& l = s.lanes[i];
     uint64_t v = l.value | static_cast<uint64_t>(l.flying) << 8;
     for (int q = 0; q < l.flying; ++q) v |= static_cast<uint64_t>(l.queue[q]) << (16 + 8 * q);
-    mix(v);
+    key.mix(v);
   }
   return key;
 }
@@ -300,53 +289,10 @@ void Explorer::successors(const State& state, std::vector<Frame>& out) {
   }
 }
 
-ExploreResult Explorer::run() {
-  ExploreResult result;
-  std::unordered_set<Key, KeyHash> visited;
-  std::vector<std::vector<Frame>> stack;  // depth first: the frames yet to visit at each depth
-  State start;
-  memset(&start, 0, sizeof start);
-  stack.push_back({Frame{start, "start"}});
-  visited.insert(key_of(start));
-  std::vector<std::string> path;
-  auto report = [&](const std::string& what, const std::string& last) {
-    result.violation = what;
-    result.trace.assign(path.begin() + 1, path.end());
-    if (!last.empty()) result.trace.push_back(last + "  <- " + what);
-  };
-  while (!stack.empty()) {
-    if (stack.back().empty()) {
-      stack.pop_back();
-      if (!path.empty()) path.pop_back();
-      continue;
-    }
-    const Frame frame = std::move(stack.back().back());
-    stack.back().pop_back();
-    path.push_back(frame.text);
-    result.longest = std::max(result.longest, static_cast<uint32_t>(path.size() - 1));
-    std::vector<Frame> next;
-    successors(frame.state, next);
-    if (!violation_.empty()) {
-      report(violation_, violation_step_);
-      break;
-    }
-    bool finished = true;
-    for (int r = 0; r < world_; ++r) finished = finished && frame.state.call[r] == config_.calls;
-    if (next.empty() && !finished) {
-      report("lost data: no rank can move, and not all have finished", "");
-      break;
-    }
-    result.transitions += next.size();
-    std::vector<Frame> fresh;
-    for (Frame& f : next) {
-      if (visited.insert(key_of(f.state)).second) fresh.push_back(std::move(f));
-    }
-    stack.push_back(std::move(fresh));
-    if (visited.size() > config_.most_states) break;
-  }
-  result.states = visited.size();
-  result.complete = stack.empty();
-  return result;
+bool Explorer::finished(const State& state) const {
+  bool all = true;
+  for (int r = 0; r < world_; ++r) all = all && state.call[r] == config_.calls;
+  return all;
 }
 
 }  // namespace
