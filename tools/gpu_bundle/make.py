@@ -152,20 +152,30 @@ def stage_flashinfer(stage: Path, wheels: Path, architecture: int) -> None:
         },
         stage,
     )
+    data = sources / "flashinfer/data"
+    include = [data / "include", data / "csrc"]
+    built = stage / "flashinfer/data/aot"
+    compile_module(
+        built, "pcie_ipc_comm", data / "csrc/pcie_ipc_all_reduce.cu", include, architecture
+    )
+    compile_module(built, "trtllm_utils", HERE / "delay.cu", [], architecture)  # its tuner's delay
+
+
+def compile_module(
+    into: Path, name: str, source: Path, include: list[Path], architecture: int
+) -> None:
+    """A tvm-ffi module where FlashInfer looks for one that was compiled before: INTO/name/name.so."""
     import tvm_ffi.libinfo as info
 
-    library = stage / "flashinfer/data/aot/pcie_ipc_comm/pcie_ipc_comm.so"
-    library.parent.mkdir(parents=True)
-    data = sources / "flashinfer/data"
+    (into / name).mkdir(parents=True)
     ffi = Path(info.find_libtvm_ffi())
+    folders = [*include, Path(info.find_include_path()), Path(info.find_dlpack_include_path())]
     subprocess.run(
         [
             "nvcc", "-shared", "-std=c++17", "-O3", "-w", "-Xcompiler=-fPIC",
             f"-gencode=arch=compute_{architecture},code=sm_{architecture}",
-            f"-I{data / 'include'}", f"-I{data / 'csrc'}",
-            f"-I{info.find_include_path()}", f"-I{info.find_dlpack_include_path()}",
-            str(data / "csrc/pcie_ipc_all_reduce.cu"), f"-L{ffi.parent}", "-ltvm_ffi",
-            "-o", str(library),
+            *(f"-I{folder}" for folder in folders), str(source), f"-L{ffi.parent}", "-ltvm_ffi",
+            "-o", str(into / name / f"{name}.so"),
         ],
         check=True,
     )  # fmt: skip
