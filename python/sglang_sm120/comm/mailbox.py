@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 LARGEST_BYTES = {2: 56 << 10, 3: 14 << 10, 4: 14 << 10}
 
 # Whether larger sums, up to the capacity, and worlds up to 16 take the relay (flags and outboxes, csrc/core/relay.h).
-# Off because that kernel has not run on a GPU yet: on once tests/gpu/test_relay.py passes there and
-# benchmark/allreduce.py shows it ahead of SGLang's own path.
-RELAY = False
+# On: it passed tests/gpu/test_relay.py and is ahead of tiles from 8 (two ranks) or 4 rows up (docs/kernels.md).
+RELAY = True
 
 
 def numa_node_of(device: torch.device) -> int:
