@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 LARGEST_BYTES = {2: 56 << 10, 3: 14 << 10, 4: 14 << 10}
 
 # Whether larger sums, up to the capacity, and worlds up to 16 take the relay (flags and outboxes, csrc/core/relay.h).
-# On: it passed tests/gpu/test_relay.py and is ahead of tiles from 8 (two ranks) or 4 rows up (docs/kernels.md).
+# On: it passed tests/gpu/test_relay.py and is ahead of tiles from 16 (two ranks) or 4 rows (four) up;
+# 3 ranks and more than 4 were not measured, so only the plan's timing speaks for them (docs/kernels.md).
 RELAY = True
 
 
