@@ -40,6 +40,7 @@ SM120_HD constexpr uint32_t record_rows(const CallRecord& r) {
   return static_cast<uint32_t>(r.rows_high) << 15 | r.rows_low;
 }
 SM120_HD constexpr uint32_t record_hidden(const CallRecord& r) { return r.hidden * kHiddenUnit; }
+inline constexpr uint32_t kEpochMask = (1u << 30) - 1;  // of the epoch bits in a record
 SM120_HD constexpr uint32_t record_epoch(const CallRecord& r) {
   return static_cast<uint32_t>(r.epoch_high) << 15 | r.epoch_low;
 }

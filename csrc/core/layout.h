@@ -118,6 +118,17 @@ struct FlightRecord {
   uint64_t waited_ns;
 };
 
+// Whom a rank has been waiting for, told to every peer long before its wait expires, so that the
+// rank whose wait expires first can follow the chain to the one at the source of the trouble.
+// One word, stored whole: a set bit | call record's epoch (30 bits) | Phase (8; kIdle: the source
+// has not begun the call) | step (8) | source (8). Of two words the smaller waits for the earlier
+// data.
+SM120_HD constexpr uint64_t wait_word(uint32_t epoch, Phase phase, uint32_t step, uint32_t source) {
+  return uint64_t{1} << 63 | static_cast<uint64_t>(epoch) << 24 |
+         static_cast<uint64_t>(phase) << 16 | step << 8 | source;
+}
+SM120_HD constexpr int wait_source(uint64_t word) { return static_cast<int>(word & 0xFF); }
+
 // What the reporter of an abort knew; written before the abort word.
 struct AbortNote {
   CallRecord reporter_call;
@@ -134,6 +145,7 @@ struct ControlPage {
   alignas(128) uint32_t sleeping;          // CPU ranks only: 1 while this rank may be asleep ...
   uint32_t doorbell;                       // ... on this word, which senders bump to wake it
   alignas(128) FlightRecord flight;        // this rank's own
+  alignas(128) uint64_t waits[kMaxWorld];  // CPU ranks only: wait_word per source, 0 when it moves
   alignas(128) CallRecord record[kSlots][kMaxWorld];  // one per source; cleared with their slot
 };
 static_assert(sizeof(ControlPage) <= kControlBytes);

@@ -71,6 +71,7 @@ void Engine::begin(const Plan& plan, const Args& args) {
 }
 
 void Engine::end() {
+  tell_wait(uint64_t{0});
   for (uint32_t c = 0; c < plan_.ctas; ++c) {
     for (int r = 0; r < topology_.world; ++r) payload_[r] += ctas_[c].payload_[r];
   }

@@ -120,6 +120,8 @@ class Engine {
 
   Cta& cta(uint32_t i) { return ctas_[i]; }
   uint32_t ctas() const { return plan_.ctas; }
+  // The CTA that waits for the earliest data; while no other thread advances one.
+  uint32_t stuck_cta() const;
   int rank() const { return rank_; }
   uint64_t epoch() const { return epoch_; }
   const Args& args() const { return args_; }
@@ -134,7 +136,7 @@ class Engine {
   // `waited_ns` since this CTA last moved; `dead` and `left`: bit masks of ranks that ended or
   // closed.
   Failure check_wait(const Cta& cta, uint64_t waited_ns, uint64_t bound_ns, uint32_t dead,
-                     uint32_t left) const;
+                     uint32_t left);
   // Tell every rank, fill the outputs with NaN, and stay failed.
   void fail(const Failure& failure, const Cta& cta, uint64_t waited_ns);
   const Failure& failure() const { return failure_; }
@@ -145,6 +147,11 @@ class Engine {
  private:
   friend class Cta;
   void send_record();
+  int first_absent() const;
+  void tell_wait(const Cta::Wait& wait);
+  void tell_wait(uint64_t word);
+  int follow(int start, uint64_t* earliest) const;
+  int source_of_trouble(int polled) const;
   void wake(uint32_t peers) const;
   bool records_agree() const;
   void tile_ready(uint32_t tile, const Span& span);
@@ -188,6 +195,7 @@ class Engine {
   std::unique_ptr<std::atomic<uint32_t>[]> tiles_left_;  // per row
   uint32_t rows_allocated_ = 0;
   uint64_t payload_[kMaxWorld] = {};
+  uint64_t told_wait_ = 0;  // the wait_word the peers hold of this rank
   Failure failure_;
 };
 

@@ -70,6 +70,8 @@ Failure Engine::aborted() const {
   const int reporter = static_cast<int>(abort_reporter(code));
   const AbortNote& note = page()->note[reporter];
   if (why == Abort::kMismatch) {
+    // A peer may be one call ahead. Its mismatch is of that call; this one still has all its data.
+    if (record_epoch(note.reporter_call) == ((record_epoch(record_) + 1) & kEpochMask)) return {};
     // Whichever of the two differs from this rank's call is the one to name.
     const bool culprit_differs = !same_call(note.culprit_call, record_);
     return {why, culprit,
@@ -82,8 +84,20 @@ Failure Engine::aborted() const {
   return {why, culprit, missing_text(args_, culprit, reason, reporter, rank_)};
 }
 
+uint32_t Engine::stuck_cta() const {
+  uint32_t stuck = 0;
+  Phase earliest = Phase::kIdle;
+  for (uint32_t c = 0; c < plan_.ctas; ++c) {
+    const Phase phase = ctas_[c].waiting().phase;
+    if (phase == Phase::kIdle || (earliest != Phase::kIdle && phase >= earliest)) continue;
+    earliest = phase;
+    stuck = c;
+  }
+  return stuck;
+}
+
 Failure Engine::check_wait(const Cta& cta, uint64_t waited_ns, uint64_t bound_ns, uint32_t dead,
-                           uint32_t left) const {
+                           uint32_t left) {
   constexpr uint64_t kLastGasp = 1'000'000'000;
   const Cta::Wait wait = cta.waiting();
   for (int peer = 0; peer < topology_.world; ++peer) {
@@ -98,23 +112,67 @@ Failure Engine::check_wait(const Cta& cta, uint64_t waited_ns, uint64_t bound_ns
     const char* reason = why == Abort::kDied ? "its process died" : "it closed its communicator";
     return {why, peer, missing_text(args_, peer, reason, rank_, rank_)};
   }
-  // A rank that waits on another's sum must outwait it, so that the one at the source of the
-  // trouble is named: raw contributions expire first, then partials by distance, then results.
-  uint64_t bound = bound_ns / 10 * 8;
-  if (wait.phase == Phase::kCross) {
-    const uint32_t islands = view_.topology.islands;
-    const uint32_t hops = view_.ring() ? wait.step : 1u;
-    bound += bound_ns / 10 * (hops < islands ? hops : islands) / islands;
-  } else if (wait.phase == Phase::kGather) {
-    bound += bound_ns / 10 * 2;
-  }
-  if (waited_ns < bound) return {};
-  int culprit = wait.source;
-  for (int peer = topology_.world - 1; peer >= 0; --peer) {
-    if (peer != rank_ && !announced(peer)) culprit = peer;
-  }
+  if (waited_ns >= bound_ns / 2) tell_wait(wait);
+  if (waited_ns < bound_ns) return {};
+  const int culprit = source_of_trouble(wait.source);
   return {Abort::kMissing, culprit,
           missing_text(args_, culprit, "no data from it for " + seconds(waited_ns), rank_, rank_)};
+}
+
+// A rank that has not begun this call says more than the tile that happens to be polled: it is
+// stuck in the call before, or gone.
+int Engine::first_absent() const {
+  for (int peer = 0; peer < topology_.world; ++peer) {
+    if (peer != rank_ && !announced(peer)) return peer;
+  }
+  return -1;
+}
+
+void Engine::tell_wait(const Cta::Wait& wait) {
+  const int absent = first_absent();
+  const uint32_t epoch = record_epoch(record_);
+  tell_wait(absent >= 0
+                ? wait_word(epoch, Phase::kIdle, 0, static_cast<uint32_t>(absent))
+                : wait_word(epoch, wait.phase, wait.step, static_cast<uint32_t>(wait.source)));
+}
+
+void Engine::tell_wait(uint64_t word) {
+  if (word == told_wait_) return;
+  told_wait_ = word;
+  for (int peer = 0; peer < topology_.world; ++peer) {
+    if (link_ != nullptr && peer != rank_ && !link_->alive(rank_, peer)) continue;
+    __atomic_store_n(&page_of(peer)->waits[rank_], word, __ATOMIC_RELEASE);
+  }
+}
+
+// From `start` to the rank that its chain of waits ends at: one that waits for nobody. -1 when the
+// chain closes on itself; the waits it went through then compete to be the earliest.
+int Engine::follow(int start, uint64_t* earliest) const {
+  uint32_t seen = 0;
+  for (int at = start; (seen & (1u << at)) == 0;) {
+    seen |= 1u << at;
+    const uint64_t word = __atomic_load_n(&page()->waits[at], __ATOMIC_ACQUIRE);
+    if (word == 0) return at;
+    if (word < *earliest) *earliest = word;
+    at = wait_source(word);
+  }
+  return -1;
+}
+
+int Engine::source_of_trouble(int polled) const {
+  uint64_t earliest = ~uint64_t{0};
+  if (first_absent() < 0) {
+    const int end = follow(polled, &earliest);
+    return end >= 0 ? end : wait_source(earliest);
+  }
+  for (int peer = 0; peer < topology_.world; ++peer) {
+    if (peer == rank_ || announced(peer)) continue;
+    const int end = follow(peer, &earliest);
+    if (end >= 0) return end;
+  }
+  // Circles only, as when stores are lost on one edge: whoever waits for the earliest data is
+  // right.
+  return wait_source(earliest);
 }
 
 void Engine::fail(const Failure& failure, const Cta& cta, uint64_t waited_ns) {

@@ -170,8 +170,7 @@ void Group::run_piece(Channel& channel, int index, const Args& args) {
     }
     const uint64_t waited = sleeper.pause();
     if (waited == 0) continue;
-    uint32_t stuck = 0;
-    while (stuck + 1 < engine.ctas() && engine.cta(stuck).waiting().phase == Phase::kIdle) ++stuck;
+    const uint32_t stuck = engine.stuck_cta();
     Failure failure = engine.check();
     if (failure.why == Abort::kNone && waited > next_look) {
       next_look = waited + kLivenessNs;

@@ -108,8 +108,7 @@ void World::look(int rank, std::string& failure) {
   Progress& p = progress_[rank];
   Engine& engine = *engines_[rank];
   if (!p.inside || p.ended) return;
-  uint32_t stuck = 0;
-  while (stuck + 1 < p.done.size() && p.done[stuck]) ++stuck;
+  const uint32_t stuck = engine.stuck_cta();
   const uint64_t waited = now_ - p.moved_at;
   uint32_t dead = 0;
   if (config_.death_seen && config_.victim >= 0) {

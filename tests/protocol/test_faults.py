@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from protocol_oracle import canonical_sum
 from protocol_rig import (
@@ -83,6 +83,20 @@ def test_another_shape_is_a_mismatch_on_every_rank(schedule: str) -> None:
         assert "4 x 264" in text and "5 x 264" in text
 
 
+def test_a_late_rank_finishes_its_call_and_names_the_mismatch_of_the_next() -> None:
+    x = random_inputs(4, 5, 264, "bf16", seed=2)
+    expected = canonical_sum(x, islands_of(4, ""))
+    # Rank 3 is still in call 0, for want of rank 2's part, when the others see the mismatch of call 1.
+    with World(4, "", {**BASE, "seed": 1}, [(2, 3, 3_000_000, 1 << 60)]) as rig:
+        first = rig.add(x, "one_shot")
+        rig.add(x, "one_shot", rows=[5, 4, 5, 5])
+        failures = rig.run()
+    for rank, text in enumerate(failures):
+        assert "call mismatch in call 1" in text
+        assert "4 x 264" in text and "5 x 264" in text
+        assert same_bits(first.out[rank], expected)
+
+
 @st.composite
 def calls(draw: st.DrawFn) -> dict:
     world = draw(st.sampled_from([w for w in LAYOUTS if w <= 12]))
@@ -102,8 +116,25 @@ def calls(draw: st.DrawFn) -> dict:
     }
 
 
+def stopped_case(world: int, layout: str, schedule: str, **rest: int) -> dict:
+    """A case of `calls` in which a rank that waits for the victim was once named instead of it."""
+    fixed = {"dtype": "fp16", "fp32_partials": True, "tear": 0, "victim": world - 1}
+    return {"world": world, "layout": layout, "schedule": schedule, **fixed, **rest}
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(calls())
+@example(
+    stopped_case(3, "0;1;2", "island_ring", rows=3, hidden=80, ctas=1, tear=4, seed=554503, steps=9)
+)
+@example(
+    stopped_case(6, "0-2;3-5", "mailbox", rows=4, hidden=64, ctas=2, tear=8, seed=488997, steps=8)
+)
+@example(
+    stopped_case(
+        5, "0,1;2,3,4", "island_dataflow", rows=2, hidden=440, ctas=2, seed=633788, steps=8
+    )
+)
 def test_any_call_is_right_or_fails_with_the_right_name(case: dict) -> None:
     world, layout = case["world"], case["layout"]
     x = random_inputs(world, case["rows"], case["hidden"], case["dtype"], case["seed"], True)
@@ -125,6 +156,37 @@ def test_any_call_is_right_or_fails_with_the_right_name(case: dict) -> None:
         assert same_bits(results[0].out[rank], expected)
         if text and rank != case["victim"]:
             assert f"rank {case['victim']} missing in call" in text
+
+
+@st.composite
+def lost_edges(draw: st.DrawFn) -> dict:
+    world = draw(st.sampled_from([w for w in LAYOUTS if w <= 8]))
+    source = draw(st.integers(0, world - 1))
+    return {
+        "layout": draw(st.sampled_from(LAYOUTS[world])),
+        "edge": (source, draw(st.sampled_from([r for r in range(world) if r != source]))),
+        "lose_after": draw(st.integers(0, 6)),
+        "world": world,
+        "rows": draw(st.integers(1, 2)),
+        "hidden": 8 * draw(st.integers(1, 120)),
+        "schedule": draw(st.sampled_from(schedules_for(world))),
+        "ctas": draw(st.integers(1, 3)),
+        "seed": draw(st.integers(0, 1 << 20)),
+    }
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(lost_edges())
+def test_an_edge_that_goes_silent_is_blamed_on_its_source_by_everyone(case: dict) -> None:
+    world, (source, target) = case["world"], case["edge"]
+    x = random_inputs(world, case["rows"], case["hidden"], "bf16", case["seed"], True)
+    edge = (source, target, 0, case["lose_after"])
+    with World(world, case["layout"], {**BASE, "seed": case["seed"], "shuffle": 1}, [edge]) as rig:
+        for _ in range(4):
+            rig.add(x, case["schedule"], ctas=case["ctas"])
+        failures = rig.run()
+    for text in filter(None, failures):
+        assert f"rank {source} missing in call" in text, failures
 
 
 SOAK = {"capacity": 1 << 16, "fabric": 1, "jitter_ns": 3000, "longest_stall_ns": 200_000, "tear": 4}
