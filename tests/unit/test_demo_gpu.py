@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import typer
 from rich.console import Console
 from sglang_sm120.cli import demo_gpu
 from sglang_sm120.sim import gpu_trial, shared_gpu
 from sglang_sm120.sim.gpu_trial import GpuOutcome, GpuTrial, Passes, questions, run_all, setups
+from sglang_sm120.sim.host_use import HostUse, RankUse
 from sglang_sm120.sim.models import Built
 from sglang_sm120.sim.server import ServerError
 
@@ -93,7 +98,7 @@ def test_the_table_names_the_rig_and_gives_ratios_to_plain_eagle3() -> None:
 def test_unknown_servers_are_refused() -> None:
     with pytest.raises(typer.BadParameter, match="tensorrt: choose from plain, eagle3"):
         demo_gpu.run(
-            "deepseek", 2, ("eagle3", "tensorrt"), prompts=1, tokens=8, cache=None, json=None,
+            "deepseek", 2, ("eagle3", "tensorrt"), prompts=1, tokens=8, turns=1, cache=None, json=None,
             flashinfer="", folder=None,
         )  # fmt: skip
 
@@ -156,6 +161,21 @@ def test_mps_is_started_for_the_ranks_and_quits_afterwards(
     assert dict(os.environ) == before
 
 
+def test_what_quit_leaves_of_mps_is_killed_and_nothing_else(tmp_path: Path) -> None:
+    server = tmp_path / "nvidia-cuda-mps-server"
+    server.symlink_to("/bin/sleep")
+    mine, other = (
+        subprocess.Popen([str(server), "60"], env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": folder})
+        for folder in ("/tmp/mine", "/tmp/other")
+    )
+    try:
+        shared_gpu._kill_mps_of("/tmp/mine")
+        assert not psutil.pid_exists(mine.pid) and other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
 class Scripted(GpuTrial):
     """A trial whose server is a line in a log."""
 
@@ -163,6 +183,7 @@ class Scripted(GpuTrial):
 
     def __init__(self, setup: gpu_trial.Setup, *_: object) -> None:
         self.setup = setup
+        assert os.environ["CUDA_MPS_PIPE_DIRECTORY"].startswith("mps of ")
 
     def start(self) -> None:
         self.log.append(f"start {self.setup.name}")
@@ -181,9 +202,65 @@ class Scripted(GpuTrial):
         self.log.append(f"stop {self.setup.name}")
 
 
+def one_mps_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An MPS that must be closed before the next is opened."""
+    opened: list[int] = []
+
+    @contextlib.contextmanager
+    def mps() -> Iterator[None]:
+        assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+        opened.append(1)
+        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", f"mps of {len(opened)}")
+        yield
+        monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY")
+
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    monkeypatch.setattr(shared_gpu, "mps", mps)
+
+
+def test_turns_alternate_and_the_last_of_ours_loses_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_mps_each(monkeypatch)
+    monkeypatch.setattr(gpu_trial, "GpuTrial", Scripted)
+    Scripted.log = []
+    chosen = [setups()[name] for name in ("eagle3", "plugin")]
+    outcomes, failed = run_all(chosen, built(), 2, tmp_path, turns=3)
+    assert not failed
+    assert [o.name for o in outcomes] == ["eagle3", "plugin", "plugin", "eagle3", "eagle3", "plugin"]  # fmt: skip
+    assert [o.death for o in outcomes] == ["", "", "", "", "", "rank 3 has died"]
+    assert Scripted.log.count("kill plugin") == 1
+
+
+def test_turns_keep_their_own_logs_and_traces(tmp_path: Path) -> None:
+    first, second = (GpuTrial(setups()["plugin"], built(), 2, tmp_path, turn) for turn in (1, 2))
+    assert first.server.log == tmp_path / "plugin.log"
+    assert second.server.log == tmp_path / "plugin-2.log"
+    assert f"--sm120-stats {tmp_path}/plugin-2.stats" in " ".join(second.server.command)
+
+
+def test_the_table_shows_the_median_turn_every_speed_and_the_hosts() -> None:
+    every = []
+    for name, speed in (("eagle3", 380.0), ("plugin", 250.0), ("plugin", 470.0), ("eagle3", 370.0),
+                        ("eagle3", 400.0), ("plugin", 460.0)):  # fmt: skip
+        one = outcome(name)
+        one.tokens_per_s = speed
+        ranks = tuple(RankUse(main=m, others=0.05, busiest=0.05, preempted=1.0) for m in (0.81, 0.97))  # fmt: skip
+        one.host = HostUse(cores=16, busy=2.5, stolen=0.25, ranks=ranks)
+        every.append(one)
+    assert [(o.name, o.tokens_per_s) for o in demo_gpu.medians(every)] == [("eagle3", 380.0), ("plugin", 460.0)]  # fmt: skip
+    console = Console(width=150, record=True)
+    console.print(demo_gpu.table(built(), every, "a rig"))
+    text = console.export_text()
+    assert "460 (1.21x)" in text
+    assert "380 370 400" in text and "250 470 460" in text
+    assert "0.81 0.97" in text and "0.25" in text
+
+
 def test_no_server_starts_beside_a_measured_one_and_a_failed_one_holds_up_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    one_mps_each(monkeypatch)
     monkeypatch.setattr(gpu_trial, "GpuTrial", Scripted)
     Scripted.log = []
     seen: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -62,3 +63,18 @@ def test_without_the_switch_or_flashinfer_nothing_changes(
     monkeypatch.setitem(sys.modules, "flashinfer.comm", None)
     shared_gpu.fit_tuner()
     assert tuning.candidate_tactics is candidate_tactics
+
+
+def test_a_rank_prints_its_stacks_when_asked() -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from sglang_sm120.hooks import shared_gpu\n"
+        "shared_gpu.print_stacks_when_asked()\n"
+        "def waits_for_the_others():\n"
+        "    os.kill(os.getpid(), signal.SIGUSR2)\n"
+        "waits_for_the_others()\n"
+        "print('still here')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "in waits_for_the_others" in done.stderr
+    assert done.stdout == "still here\n"

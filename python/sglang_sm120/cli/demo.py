@@ -58,6 +58,9 @@ def command(
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, max=64, help="Prompts sent to each server.")] = 16,
     tokens: Annotated[int, typer.Option(min=8, max=96, help="Tokens per answer.")] = 64,
+    turns: Annotated[
+        int, typer.Option(min=1, max=9, help="Serve each of --servers so often, with --gpu.")
+    ] = 1,
     cache: Annotated[
         Path | None,
         typer.Option(help="Where the models are kept; ~/.cache/sglang-sm120 if not given."),
@@ -69,8 +72,8 @@ def command(
         from sglang_sm120.cli import demo_gpu
 
         demo_gpu.run(
-            model.value, ranks, tuple(servers.split(",")), prompts=min(prompts, 8), tokens=tokens, cache=cache,
-            json=json, flashinfer=flashinfer, folder=logs,
+            model.value, ranks, tuple(servers.split(",")), prompts=min(prompts, 8), tokens=tokens, turns=turns,
+            cache=cache, json=json, flashinfer=flashinfer, folder=logs,
         )  # fmt: skip
         return
     if model is FamilyName.kimi_proxy:

@@ -27,6 +27,7 @@ def run(
     *,
     prompts: int,
     tokens: int,
+    turns: int,
     cache: Path | None,
     json: Path | None,
     flashinfer: str,
@@ -49,12 +50,11 @@ def run(
             if model == "kimi-proxy"
             else models.build("deepseek" if model == "deepseek" else "llama", cache)
         )
-        with shared_gpu.mps():
-            chosen = [known[name] for name in servers]
-            outcomes, failed = run_all(
-                chosen, built, ranks, folder, count=prompts, new=tokens,
-                on_outcome=lambda found, lost: _write(json, rig, built, found, lost),
-            )  # fmt: skip
+        chosen = [known[name] for name in servers]
+        outcomes, failed = run_all(
+            chosen, built, ranks, folder, count=prompts, new=tokens, turns=turns,
+            on_outcome=lambda found, lost: _write(json, rig, built, found, lost),
+        )  # fmt: skip
     except (shared_gpu.RigError, OSError) as error:
         console.print(f"[red]demo failed:[/] {error}", highlight=False)
         raise typer.Exit(1) from None
@@ -104,8 +104,23 @@ def verdict(outcomes: list[GpuOutcome]) -> list[str]:
     return problems
 
 
-def table(built: Built, outcomes: list[GpuOutcome], rig: str) -> Table:
-    """The servers side by side; ratios are to the server of plain EAGLE-3 (the first server if that is missing)."""
+def medians(outcomes: list[GpuOutcome]) -> list[GpuOutcome]:
+    """One outcome per setup, in the order of their first turns: the turn with the median speed (the lower of two)."""
+    by_name: dict[str, list[GpuOutcome]] = {}
+    for o in outcomes:
+        by_name.setdefault(o.name, []).append(o)
+    return [
+        sorted(turns, key=lambda o: o.tokens_per_s)[(len(turns) - 1) // 2]
+        for turns in by_name.values()
+    ]
+
+
+def table(built: Built, every: list[GpuOutcome], rig: str) -> Table:
+    """The servers side by side; ratios are to the server of plain EAGLE-3 (the first server if that is missing).
+
+    Of a setup that was served several times: the turn with the median speed, and the speed of each turn.
+    """
+    outcomes = medians(every)
     base = next((o for o in outcomes if o.name == "eagle3"), outcomes[0])
     out = Table(
         title=f"{built.family}, {built.layers} layers, hidden {built.hidden}, CUDA graphs ({rig}; "
@@ -129,6 +144,9 @@ def table(built: Built, outcomes: list[GpuOutcome], rig: str) -> Table:
 
     row("answers equal to the known text", [f"{o.right}/{o.asked}" for o in outcomes])
     row("tokens/s, one request", [ratio(o.tokens_per_s, base.tokens_per_s, ".0f") for o in outcomes])  # fmt: skip
+    if len(every) > len(outcomes):
+        speeds = {o.name: [e.tokens_per_s for e in every if e.name == o.name] for o in outcomes}
+        row("  of each turn", [" ".join(f"{s:.0f}" for s in speeds[o.name]) for o in outcomes])
     row("accept length", [ratio(o.accept_length, None, ".2f") for o in outcomes])
     row("serving per verify pass, ms", [ratio(o.pass_ms, base.pass_ms, ".2f") for o in outcomes])
     of_passes("verify pass on the device, ms", "span")
@@ -137,6 +155,9 @@ def table(built: Built, outcomes: list[GpuOutcome], rig: str) -> Table:
     of_passes("  norms after sums, ms", "norms")
     of_passes("  idle, ms", "idle")
     row("  all-reduces", ["-" if o.passes is None else _by(o) for o in outcomes])
+    row("main threads of the ranks, cores", [_hosts(o, "main") for o in outcomes])
+    row("their other threads, cores", [_hosts(o, "others") for o in outcomes])
+    row("stolen by other machines, cores", ["-" if o.host is None else f"{o.host.stolen:.2f}" for o in outcomes])  # fmt: skip
     row("server ready after, s", [f"{o.start_s:.0f}" for o in outcomes])
     return out
 
@@ -144,3 +165,9 @@ def table(built: Built, outcomes: list[GpuOutcome], rig: str) -> Table:
 def _by(outcome: GpuOutcome) -> str:
     assert outcome.passes is not None
     return "\n".join(f"{n} x {us:.1f} us {who}" for who, (n, us) in outcome.passes.by.items())
+
+
+def _hosts(outcome: GpuOutcome, name: str) -> str:
+    if outcome.host is None:
+        return "-"
+    return " ".join(f"{getattr(rank, name):.2f}" for rank in outcome.host.ranks)

@@ -212,6 +212,7 @@ def on_publish(result: Any, server_args: Any, *, role: str, **_: Any) -> None:
         from sglang_sm120.hooks import shared_gpu
 
         shared_gpu.fit_tuner()
+        shared_gpu.print_stacks_when_asked()
     parts = parts_for(options, device)
     if not parts:
         return

@@ -6,6 +6,8 @@ several ranks of one GPU from 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1 (`sim/s
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +38,11 @@ def install_once() -> None:
     if not _installed:
         contract.install(PART)
         _installed = True
+
+
+def print_stacks_when_asked() -> None:
+    """On SIGUSR2, print the Python stacks of all threads to the log: ranks on one GPU can wait for each other for ever."""
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
 
 
 def fit_tuner() -> None:

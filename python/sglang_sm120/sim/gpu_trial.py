@@ -15,6 +15,7 @@ import httpx
 import msgspec
 
 from sglang_sm120.sim import proxy, shared_gpu, tokenizer
+from sglang_sm120.sim.host_use import HostUse, HostWatch
 from sglang_sm120.sim.models import Built
 from sglang_sm120.sim.server import ServerError, SimServer, eagle3_flags
 from sglang_sm120.verify.live import LiveError, profile_server
@@ -104,6 +105,7 @@ class GpuOutcome(msgspec.Struct, kw_only=True):
         pass_ms: time of serving per verify pass, the host's part included; None without speculation.
         calls: calls of our communicators on rank 0, by group and operation.
         metrics: the plugin's lines of /metrics.
+        host: what the host did while the rounds were timed.
     """
 
     name: str
@@ -121,6 +123,7 @@ class GpuOutcome(msgspec.Struct, kw_only=True):
     plan: list[str]
     death: str = ""
     remarks: list[str] = []
+    host: HostUse | None = None
 
 
 def questions(built: Built, count: int, new: int) -> list[tuple[list[int], list[int]]]:
@@ -139,9 +142,10 @@ class GpuTrial:
     each other's host, 5 ms per pass.
     """
 
-    def __init__(self, setup: Setup, built: Built, ranks: int, folder: Path) -> None:
+    def __init__(self, setup: Setup, built: Built, ranks: int, folder: Path, turn: int = 1) -> None:
         self.setup, self.built, self.ranks, self.folder = setup, built, ranks, folder
-        self._stats = folder / f"{setup.name}.stats"
+        self._files = setup.name if turn == 1 else f"{setup.name}-{turn}"
+        self._stats = folder / f"{self._files}.stats"
         flags = [
             *shared_gpu.FLAGS, *setup.flags, *(eagle3_flags(built.drafter) if setup.speculates else []),
             "--enable-metrics", "--sm120-stats", str(self._stats),
@@ -152,7 +156,7 @@ class GpuTrial:
             flags += ["--speculative-adaptive", "--speculative-adaptive-config", str(config)]
         env: dict[str, str | None] = {**shared_gpu.ENVIRONMENT, **setup.env}
         self.server = SimServer(
-            built.target, flags, tp=ranks, env=env, log=folder / f"{setup.name}.log", start_timeout_s=240.0
+            built.target, flags, tp=ranks, env=env, log=folder / f"{self._files}.log", start_timeout_s=240.0
         )  # fmt: skip
 
     def start(self) -> None:
@@ -178,6 +182,7 @@ class GpuTrial:
         prompts = [prompt for prompt, _ in asked]
         server.generate(prompts[:2], max_new_tokens=16)  # compiles what is compiled at first use
         rates, per_pass, answers = [], [], []
+        watch = HostWatch([server.scheduler(rank) for rank in range(self.ranks)])
         for _ in range(ROUNDS):
             began = time.monotonic()
             answers = server.generate(prompts, max_new_tokens=new)
@@ -185,6 +190,7 @@ class GpuTrial:
             rates.append(count * new / taken)
             passes = sum(a.verify_passes for a in answers)
             per_pass.append(taken * 1e3 / passes if passes else 0.0)
+        host = watch.use()
         lengths = [a.accept_length for a in answers if a.accept_length is not None]
         outcome = GpuOutcome(
             name=self.setup.name,
@@ -200,6 +206,7 @@ class GpuTrial:
             calls=self._calls(),
             metrics=self._metrics(),
             plan=[line for line in server.log_text().splitlines() if "SM120 plan" in line],
+            host=host,
         )
         if self.setup.adaptive:
             outcome.remarks += self._drafting()
@@ -224,7 +231,7 @@ class GpuTrial:
         self.server.stop()
 
     def _profile(self) -> Passes:
-        folder = self.folder / f"{self.setup.name}.traces"
+        folder = self.folder / f"{self._files}.traces"
         files = profile_server(self.server.url, folder, PROFILED_STEPS, 1, timeout_s=90.0)
         traces = [read_trace(path, rank=rank_of(path, i)) for i, path in enumerate(files)]
         profile = analyse(traces)
@@ -275,27 +282,41 @@ def run_all(
     *,
     count: int = 8,
     new: int = 64,
+    turns: int = 1,
     profile: bool = True,
     on_outcome: Callable[[list[GpuOutcome], list[str]], None] = lambda outcomes, failed: None,
 ) -> tuple[list[GpuOutcome], list[str]]:
-    """Serve with each setup in turn; the outcomes, and what failed as sentences.
+    """Serve with each setup in turn; the outcomes in that order, and what failed as sentences.
 
-    `on_outcome` is called with both after each server. The last setup with our kernels loses a rank at its end: its server must say so and stop.
+    Every server has an MPS of its own, unless the caller's runs: kernels of one that was killed while they waited for
+    each other would keep the GPU busy for the next.
+
+    Args:
+        turns: how often each setup is served; every other time in reverse order.
+        on_outcome: called with outcomes and failures after each server.
+
+    The last setup with our kernels loses a rank at its end: its server must say so and stop.
     """
     outcomes: list[GpuOutcome] = []
     failed: list[str] = []
-    trials = [GpuTrial(setup, built, ranks, folder) for setup in chosen]
-    last_ours = next((t for t in reversed(trials) if t.setup.ours), None)
-    for trial in trials:
-        try:
-            trial.start()
-            outcome = trial.measure(count, new, profile=profile)
-            if trial is last_ours:
-                outcome.death = trial.kill_a_rank()
-            outcomes.append(outcome)
-        except ServerError as error:
-            failed.append(f"{trial.setup.title}: {error}")
-        finally:
-            trial.stop()
+    order = [
+        (turn, setup)
+        for turn in range(1, turns + 1)
+        for setup in (chosen if turn % 2 else reversed(chosen))
+    ]
+    last_ours = max((i for i, (_, setup) in enumerate(order) if setup.ours), default=None)
+    for i, (turn, setup) in enumerate(order):
+        with shared_gpu.mps():
+            trial = GpuTrial(setup, built, ranks, folder, turn)
+            try:
+                trial.start()
+                outcome = trial.measure(count, new, profile=profile)
+                if i == last_ours:
+                    outcome.death = trial.kill_a_rank()
+                outcomes.append(outcome)
+            except ServerError as error:
+                failed.append(f"{setup.title}: {error}")
+            finally:
+                trial.stop()
         on_outcome(outcomes, failed)
     return outcomes, failed

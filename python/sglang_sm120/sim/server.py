@@ -229,6 +229,7 @@ class SimServer:
                     if self._http.get("/health", timeout=30.0).status_code == 200:
                         break
                 if time.monotonic() - began > self.start_timeout_s:
+                    self._ask_for_stacks()
                     raise ServerError(
                         f"the server was not ready after {self.start_timeout_s:.0f} s.\n{self.tail()}"
                     )
@@ -251,6 +252,15 @@ class SimServer:
             raise ServerError(
                 f"the server still ran after {timeout_s:.0f} s.\n{self.tail()}"
             ) from None
+
+    def _ask_for_stacks(self) -> None:
+        """Have the ranks print their Python stacks to the log, if they run with --sm120-shared-gpu."""
+        if "--sm120-shared-gpu" not in self._flags:
+            return
+        for rank in range(self.tp):
+            with contextlib.suppress(ServerError, psutil.NoSuchProcess):
+                self.scheduler(rank).send_signal(signal.SIGUSR2)
+        time.sleep(1.0)
 
     def _raise_if_ended(self) -> None:
         assert self._process is not None

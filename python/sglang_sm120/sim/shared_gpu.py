@@ -16,10 +16,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 NCCL_NEEDED = (2, 30)
 MPS_CONTROL = "nvidia-cuda-mps-control"
 MPS_FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 MPS_START_S = 5.0  # until the daemon listens
+MPS_QUIT_S = 30.0  # until it has ended its servers
 
 # Held at 2 and 4 ranks: small pools, and only kernels that are compiled at first use or come with sgl_kernel.
 FLAGS: tuple[str, ...] = (
@@ -114,15 +117,28 @@ def mps() -> Iterator[dict[str, str]]:
         finally:
             with contextlib.suppress(subprocess.SubprocessError):
                 subprocess.run(
-                    [MPS_CONTROL], input="quit\n", env=clean, text=True, timeout=30,
+                    [MPS_CONTROL], input="quit\n", env=clean, text=True, timeout=MPS_QUIT_S,
                     capture_output=True, check=False,
                 )  # fmt: skip
+            _kill_mps_of(folder)
     finally:
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kill_mps_of(folder: str) -> None:
+    """End what `quit` left of the MPS in this folder: its server waits for kernels that may wait for a dead rank."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if (
+                process.name().startswith("nvidia-cuda-mps")
+                and process.environ().get(MPS_FOLDERS[0]) == folder
+            ):
+                process.kill()
+                process.wait(timeout=10.0)
 
 
 def title(ranks: int) -> str:
