@@ -1,11 +1,12 @@
-"""Is the plan's choice the best one? Probe and plan, start again from the cache, then time every candidate anew.
+"""Is the plan's choice the best one? Probe and plan, time every candidate anew, then start again in new processes.
 
     python benchmark/plan_quality.py --rig host --ranks 2            # host engine against gloo, on any CPU
     python benchmark/plan_quality.py --rig gpu --ranks 8             # native kernels against NCCL, one GPU per rank
     python benchmark/plan_quality.py --rig gpu --ranks 4 --one-gpu   # under MPS, which it starts; NCCL 2.30 or newer
 
-Prints seconds of the first and second start, and per operation and rows the plan's choice over the best candidate,
-both timed after the plan was made. Writes JSON with --out.
+Prints per operation and rows the plan's choice over the best candidate, both timed after the plan was made; seconds
+of the first and the second start, whether the second used the kept plan, and what the log said of both. Writes JSON
+with --out.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -32,11 +34,13 @@ from sglang_sm120.comm import start
 from sglang_sm120.comm.candidates import Baseline, candidates_of, operations
 from sglang_sm120.comm.choosing import HANDICAP
 from sglang_sm120.comm.communicator import Communicator, Op
+from sglang_sm120.comm.dispatch import PlannedCommunicator
 from sglang_sm120.comm.plan import BASELINE
 from sglang_sm120.fabric.islands import flat
 from sglang_sm120.fabric.versions import installed
 
 ROUNDS = 3  # of timing every candidate again, there and back
+KEPT = "kept from an earlier start"  # the log's words for a plan from the cache
 
 
 def communicator(rig: str, rank: int, world: int, session: str, exchange: Any) -> Communicator:
@@ -64,15 +68,29 @@ def flashinfer(rank: int, world: int, exchange: Any, shared_gpu: bool) -> Commun
     )
 
 
-def rank_main(rank: int, args: argparse.Namespace, folder: str, out: Any) -> None:
-    """One rank: two starts, then every candidate timed again."""
+class Said(logging.Handler):
+    """Keeps what the package logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def rank_main(rank: int, args: argparse.Namespace, folder: str, out: Any, first: bool) -> None:
+    """One rank of one start; in the first, every candidate is timed again afterwards."""
+    said = Said()
+    logging.getLogger("sglang_sm120").addHandler(said)
+    logging.getLogger("sglang_sm120").setLevel(logging.INFO)
     world = args.ranks
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if args.rig == "gpu":
         device = torch.device("cuda", 0 if args.one_gpu else rank)
         torch.cuda.set_device(device)
-    init = f"file://{folder}/rendezvous"
+    init = f"file://{folder}/rendezvous-{'first' if first else 'second'}"
     dist.init_process_group("gloo", rank=rank, world_size=world, init_method=init)
     # NCCL sums GPU tensors; gloo is both the exchange and the CPU's baseline.
     sums = dist.new_group(backend="nccl") if args.rig == "gpu" else None
@@ -101,29 +119,54 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str, out: Any) -> Non
     inner = communicator(args.rig, rank, world, session, exchange)
     dtype, backend = torch.bfloat16, "host" if args.rig == "host" else "native"
     captured = start.rows_up_to(args.rows)
-    starts = []
-    for _ in range(2):
-        ours = start.planned(
-            inner,
-            backend,
-            setting,
-            device=device,
-            exchange=exchange,
-            baseline=baseline,
-            driver=driver,
-            extras=extras,
-        )
-        dist.barrier()
-        begin = time.monotonic()
-        ours.prepare(args.hidden, dtype, captured)
-        starts.append(time.monotonic() - begin)
-        if len(starts) == 1:
-            served = ours.served
+    ours = start.planned(
+        inner,
+        backend,
+        setting,
+        device=device,
+        exchange=exchange,
+        baseline=baseline,
+        driver=driver,
+        extras=extras,
+    )
+    dist.barrier()
+    begin = time.monotonic()
+    ours.prepare(args.hidden, dtype, captured)
+    told: dict[str, Any] = {"seconds": time.monotonic() - begin}
+    plan = ours.plan
+    assert plan is not None
+    told |= {"plan": plan.digest(), "kept": any(KEPT in line for line in said.lines)}
+    told["said"] = said.lines
+    if first:
+        again, told["chosen"] = _time_again(ours, args, device, dtype, captured, exchange, baseline)
+        # Infinite is what a candidate cannot serve.
+        told["again"] = {
+            k: {n: median(t) for n, t in v.items() if max(t) < inf} for k, v in again.items()
+        }
+    if rank == 0:
+        out.send(told)
+    exchange(None)
+    inner.close()
+    if args.rig == "gpu":
+        os._exit(0)  # ranks of one GPU cannot tear NCCL down one by one
+    dist.destroy_process_group()
+
+
+def _time_again(
+    ours: PlannedCommunicator,
+    args: argparse.Namespace,
+    device: torch.device,
+    dtype: torch.dtype,
+    captured: Sequence[int],
+    exchange: Any,
+    baseline: Baseline,
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
+    """Times of every candidate by operation and rows, and the plan's choices."""
     plan = ours.plan
     assert plan is not None
     again: dict[str, dict[str, list[float]]] = {}
-    candidates = candidates_of(served, args.hidden, dtype, device, baseline)
-    operated = operations(served)
+    candidates = candidates_of(ours.served, args.hidden, dtype, device, baseline)
+    operated = operations(ours.served)
     for turn in range(ROUNDS):
         for c in candidates if turn % 2 == 0 else candidates[::-1]:
             for op in operated:
@@ -132,20 +175,34 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str, out: Any) -> Non
                     key = f"{op.value} {rows}"
                     again.setdefault(key, {}).setdefault(c.choice.name, []).append(us)
     chosen = {f"{op.value} {r}": plan.lookup(op, r).name for op in operated for r in captured}
-    if rank == 0:
-        # Infinite is what a candidate cannot serve.
-        times = {k: {n: median(t) for n, t in v.items() if max(t) < inf} for k, v in again.items()}
-        out.send({"starts": starts, "again": times, "chosen": chosen, "plan": plan.digest()})
-    exchange(None)
-    inner.close()
-    if args.rig == "gpu":
-        os._exit(0)  # ranks of one GPU cannot tear NCCL down one by one
-    dist.destroy_process_group()
+    return again, chosen
 
 
 def _slowest(timed: Callable[[Op, int], float] | None, op: Op, rows: int, exchange: Any) -> float:
     assert timed is not None
     return float(max(exchange(timed(op, rows))))
+
+
+def _start(args: argparse.Namespace, folder: str, first: bool, deadline: float) -> dict[str, Any]:
+    """Start ranks as new processes; what rank 0 tells."""
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe(duplex=False)
+    ranks = [
+        context.Process(target=rank_main, args=(r, args, folder, theirs, first))
+        for r in range(args.ranks)
+    ]
+    for p in ranks:
+        p.start()
+    answered = mine.poll(max(deadline - time.monotonic(), 0))
+    told = mine.recv() if answered else {}
+    for p in ranks:
+        p.join(30 if answered else 0)
+        p.kill()
+    if not answered:
+        raise SystemExit(
+            f"the ranks did not answer within {args.seconds} s; their errors are above"
+        )
+    return told
 
 
 def main() -> None:
@@ -160,28 +217,13 @@ def main() -> None:
     parser.add_argument("--preload", default="", help="library the ranks load first (an NCCL)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as rig:
         if args.one_gpu:
             os.environ.update(rig.enter_context(mps()), NCCL_MULTI_RANK_GPU_ENABLE="1")
         if args.preload:  # for the ranks only, not for the MPS server
             os.environ["LD_PRELOAD"] = args.preload
-        ranks = [
-            context.Process(target=rank_main, args=(r, args, folder, theirs))
-            for r in range(args.ranks)
-        ]
-        for p in ranks:
-            p.start()
-        answered = mine.poll(args.seconds)
-        got = mine.recv() if answered else {}
-        for p in ranks:
-            p.join(30 if answered else 0)
-            p.kill()
-        if not answered:
-            raise SystemExit(
-                f"the ranks did not answer within {args.seconds} s; their errors are above"
-            )
+        deadline = time.monotonic() + args.seconds
+        first, second = (_start(args, folder, turn == 0, deadline) for turn in range(2))
     where = "one GPU" if args.one_gpu else "GPUs" if args.rig == "gpu" else "host engine, this CPU"
     table = Table(
         title=f"plan against the best candidate timed afterwards ({args.ranks} ranks, {where})"
@@ -189,8 +231,8 @@ def main() -> None:
     for column in ("operation, rows", "plan's choice", "us", "best", "us", "ratio", "baseline us"):
         table.add_column(column)
     worst = 1.0
-    for key, times in got["again"].items():
-        name = got["chosen"][key]
+    for key, times in first["again"].items():
+        name = first["chosen"][key]
         # FlashInfer must be faster than ours by its handicap to be the better choice.
         best = min(times, key=lambda n: times[n] * (1 + HANDICAP.get(n.split("/")[0], 0.0)))
         ratio = times[name] / times[best]
@@ -207,11 +249,20 @@ def main() -> None:
         )
     console = Console(width=140)
     console.print(table)
-    first, second = got["starts"]
-    console.print(f"first start {first:.2f} s, second {second:.2f} s; worst ratio {worst:.2f}")
+    for name, told in (("first", first), ("second", second)):
+        source = "used the kept plan" if told["kept"] else "planned anew"
+        console.print(f"{name} start {told['seconds']:.2f} s, {source}, plan {told['plan']}")
+        for line in told["said"]:
+            console.print(f"  {line}", markup=False, highlight=False)
+    console.print(f"worst ratio {worst:.2f}")
     if args.out:
-        title = f"plan quality, {args.ranks} ranks, {where}"
-        args.out.write_text(json.dumps({"title": title, "worst_ratio": worst, **got}, indent=1))
+        figures = {
+            "title": f"plan quality, {args.ranks} ranks, {where}",
+            "worst_ratio": worst,
+            "first": first,
+            "second": second,
+        }
+        args.out.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":
