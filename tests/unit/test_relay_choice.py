@@ -1,4 +1,4 @@
-"""Which calls of a mailbox group take the relay, and what a group without it declines."""
+"""Which calls of a mailbox group take the relay, and what a group of peer memory, which has none, declines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from sglang_sm120.comm import mailbox, native, slab
 from sglang_sm120.comm.communicator import Op
-from sglang_sm120.comm.factory import Declined
 from sglang_sm120.comm.native import NativeCommunicator
 from sglang_sm120.comm.native_how import RELAYS
 
@@ -114,18 +113,12 @@ def test_quantised_wires_and_islands_have_no_relay(make: Any, options: dict[str,
     assert form(four, 64) not in RELAYS
 
 
-@pytest.mark.parametrize("on", [False, True])
-def test_one_constant_turns_it_on(monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
+@pytest.mark.parametrize(("world", "tiles"), [(2, 56 << 10), (3, 14 << 10), (8, 0), (16, 0)])
+def test_every_mailbox_has_the_relay(
+    monkeypatch: pytest.MonkeyPatch, world: int, tiles: int
+) -> None:
     built: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(native, "build_over", lambda *a: built.append(a[1:]))
-    monkeypatch.setattr(mailbox, "RELAY", on)
-    spec: Any = SimpleNamespace(world=4, device=torch.device("cpu"))
+    monkeypatch.setattr(native, "build_over", lambda *a, relay: built.append((*a[1:], relay)))
+    spec: Any = SimpleNamespace(world=world, device=torch.device("cpu"))
     mailbox.build(spec)
-    assert built == [(slab.HOST_WAYS, -1, mailbox.LARGEST_BYTES[4], on)]
-    spec.world = 8
-    if not on:
-        with pytest.raises(Declined, match="not 8"):
-            mailbox.build(spec)
-        return
-    mailbox.build(spec)
-    assert built[-1] == (slab.HOST_WAYS, -1, 0, True)
+    assert built == [(slab.HOST_WAYS, -1, tiles, True)]

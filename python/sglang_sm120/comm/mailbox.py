@@ -15,13 +15,9 @@ if TYPE_CHECKING:
 
 
 # Up to here the forms that travel in tiles are used: measured by benchmark/allreduce.py with all ranks on one PCIe link
-# (see docs/kernels.md). Without the relay, larger sums and larger worlds stay with SGLang and NCCL.
+# (docs/kernels.md). Larger sums, up to the capacity, and other worlds take the relay (flags and outboxes,
+# csrc/core/relay.h). At 3 ranks and more than 4 nothing was measured: there the plan's timing alone decides.
 LARGEST_BYTES = {2: 56 << 10, 3: 14 << 10, 4: 14 << 10}
-
-# Whether larger sums, up to the capacity, and worlds up to 16 take the relay (flags and outboxes, csrc/core/relay.h).
-# On: it passed tests/gpu/test_relay.py and is ahead of tiles from 16 (two ranks) or 4 rows (four) up;
-# 3 ranks and more than 4 were not measured, so only the plan's timing speaks for them (docs/kernels.md).
-RELAY = True
 
 
 def numa_node_of(device: torch.device) -> int:
@@ -43,14 +39,8 @@ def build(spec: GroupSpec) -> Communicator:
     """The builder that `comm.factory` calls.
 
     Raises:
-        Declined: as for the native backend, or more ranks than mailboxes are worth.
+        Declined: as for the native backend.
     """
-    from sglang_sm120.comm.factory import Declined
-
-    largest = LARGEST_BYTES.get(spec.world, 0)
-    if largest == 0 and not RELAY:
-        raise Declined(
-            f"mailboxes serve {min(LARGEST_BYTES)} to {max(LARGEST_BYTES)} ranks, not {spec.world}"
-        )
     node = numa_node_of(spec.device) if spec.device.type == "cuda" else -1
-    return native.build_over(spec, slab.HOST_WAYS, node, largest, RELAY)
+    largest = LARGEST_BYTES.get(spec.world, 0)
+    return native.build_over(spec, slab.HOST_WAYS, node, largest, relay=True)
