@@ -182,7 +182,9 @@ def test_sums_outside_the_layers(tmp_path):
 def test_known_kernels_are_told_apart(tmp_path):
     names = {
         NCCL: "NCCL",
-        "void sm120::cuda::flat_kernel<__nv_bfloat16, (Norm)1, true, 8, 2>(Params)": "sm120",
+        "void sm120::flat_kernel<__nv_bfloat16, (sm120::Output)1, true, 8, 2>(sm120::Params)": "sm120",
+        "void sm120::general_kernel<__half, (sm120::Output)0>(sm120::Params)": "sm120",
+        "void sm120::relay_kernel<__nv_bfloat16, (sm120::Output)1>(sm120::Params, sm120::RelayParams)": "sm120",
         "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<8>()": "FlashInfer",
         "void sglang::cross_device_reduce_1stage<nv_bfloat16, 8>(RankData*, ...)": "SGLang custom",
         "pcie_ipc_all_reduce_kernel": "SGLang PCIe IPC",

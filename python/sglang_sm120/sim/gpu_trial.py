@@ -212,7 +212,8 @@ class GpuTrial:
             outcome.remarks += self._drafting()
         if profile:
             try:
-                outcome.passes = self._profile()
+                outcome.passes, slow = self._profile()
+                outcome.remarks += slow
             except (LiveError, TraceError) as error:
                 outcome.remarks.append(f"no profile: {error}")
         return outcome
@@ -230,7 +231,8 @@ class GpuTrial:
     def stop(self) -> None:
         self.server.stop()
 
-    def _profile(self) -> Passes:
+    def _profile(self) -> tuple[Passes, list[str]]:
+        """Verify passes in SGLang's profiler, and a sentence about each rank whose processor was slow."""
         folder = self.folder / f"{self._files}.traces"
         files = profile_server(self.server.url, folder, PROFILED_STEPS, 1, timeout_s=90.0)
         traces = [read_trace(path, rank=rank_of(path, i)) for i, path in enumerate(files)]
@@ -238,7 +240,8 @@ class GpuTrial:
         kind = "VERIFY" if self.setup.speculates else "DECODE"
         if kind not in profile.main:
             raise TraceError(f"the trace has {sorted(profile.main)}, no {kind}")
-        return _summary(profile.main[kind], getattr(profile.skew.get(kind), "transfer", None))
+        transfer = getattr(profile.skew.get(kind), "transfer", None)
+        return _summary(profile.main[kind], transfer), [s.sentence() for s in profile.slow]
 
     def _drafting(self) -> list[str]:
         """Rank 0's log lines about draft lengths, without their prefix."""

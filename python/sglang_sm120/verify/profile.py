@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from sglang_sm120.verify.pace import Slow, slow_ranks
 from sglang_sm120.verify.trace import Pass, RankTrace, TraceError, Work
 
 Interval = tuple[float, float]
@@ -237,11 +238,13 @@ class Profile:
         ranks: rank -> kind -> report.
         skew: kind -> skew, for kinds that all ranks have with equal counts.
         gap_us: device idle time between one pass and the next, mean, on the lowest rank.
+        slow: ranks whose processor ran slower than another's.
     """
 
     ranks: dict[int, dict[str, KindReport]]
     skew: dict[str, Skew]
     gap_us: float
+    slow: tuple[Slow, ...] = ()
 
     @property
     def main(self) -> dict[str, KindReport]:
@@ -270,7 +273,8 @@ def analyse(traces: Sequence[RankTrace], layers: int | None = None) -> Profile:
     skew = {kind: s for kind in ranks[min(ranks)] if (s := _skew(ranks, kind)) is not None}
     first = next(t for t in traces if t.rank == min(ranks))
     gaps = [max(0.0, b.start - a.end) for a, b in zip(first.passes, first.passes[1:])]
-    return Profile(ranks, skew, statistics.fmean(gaps) if gaps else 0.0)
+    slow = tuple(slow_ranks({t.rank: t.paces for t in traces}))
+    return Profile(ranks, skew, statistics.fmean(gaps) if gaps else 0.0, slow)
 
 
 def _skew(ranks: dict[int, dict[str, KindReport]], kind: str) -> Skew | None:

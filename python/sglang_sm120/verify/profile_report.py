@@ -103,6 +103,8 @@ def _print_skew(profile: Profile, console: Console) -> None:
             f"\n{kind}: {ms(skew.transfer)} of the all-reduce time is transfer; the rest is waiting "
             f"for other ranks: {waits}. Rank {skew.late} is the one the others wait for."
         )
+    for slow in profile.slow:
+        console.print(slow.sentence())
 
 
 def print_savings(found: Sequence[Saving], span_us: float, console: Console) -> None:
@@ -149,6 +151,7 @@ def as_data(profile: Profile, found: Sequence[Saving]) -> dict[str, Any]:
             kind: {"transfer": s.transfer, "waiting": s.waiting, "late": s.late}
             for kind, s in profile.skew.items()
         },
+        "slow_processors": [{"rank": s.rank, "times": s.times} for s in profile.slow],
         "gap": profile.gap_us,
         "savings": [{"part": s.part, "us": s.us, "basis": s.basis} for s in found],
     }

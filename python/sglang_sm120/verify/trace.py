@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_sm120.verify import pace
+
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 
@@ -35,7 +37,7 @@ _BYTES = {
 _COMMUNICATION: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
     (re.compile(pattern), operation, who)
     for pattern, operation, who in (
-        (r"sm120.*(flat|general)_kernel", "all-reduce", "sm120"),
+        (r"sm120.*(flat|general|relay)_kernel", "all-reduce", "sm120"),
         (r"nccl\w*AllReduce", "all-reduce", "NCCL"),
         (r"nccl\w*AllGather", "all-gather", "NCCL"),
         (r"nccl\w*ReduceScatter", "reduce-scatter", "NCCL"),
@@ -117,10 +119,11 @@ class Pass:
 
 @dataclass
 class RankTrace:
-    """Passes of one rank."""
+    """Passes of one rank, and how long cheap host operators took (see `pace`)."""
 
     rank: int
     passes: list[Pass] = field(default_factory=list)
+    paces: dict[str, float] = field(default_factory=dict)
 
 
 def _classify(name: str) -> tuple[str, str]:
@@ -189,7 +192,7 @@ def read_trace(path: Path, *, rank: int = 0) -> RankTrace:
     if not device:
         passes = _host_passes(events)
         if passes:
-            return RankTrace(rank, passes)
+            return RankTrace(rank, passes, pace.paces(events))
         raise TraceError(
             f"{path} has {len(events)} events but no GPU kernels and no SGLang steps; profile with "
             'activities ["CPU", "GPU"] while requests are being served'
@@ -197,7 +200,7 @@ def read_trace(path: Path, *, rank: int = 0) -> RankTrace:
     by_launch = _by_launch_spans(events, device)
     passes = by_launch or _by_device_spans(events, device) or _by_graph(device) or _by_pause(device)
     passes.sort(key=lambda p: p.start)
-    return RankTrace(rank, passes)
+    return RankTrace(rank, passes, pace.paces(events))
 
 
 def _steps(
