@@ -132,7 +132,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             metavar="MS",
             check=_between(50, 600_000, "milliseconds"),
         ),
-    ] = 2000
+    ] = 20_000
     warmup_timeout_ms: Annotated[
         int,
         Option(
