@@ -135,18 +135,32 @@ def failing(call: int, total: torch.Tensor) -> torch.Tensor:
     raise CollectiveError("rank 0 did not arrive")
 
 
-def sums(fault, faulty: int = 1, world: int = 3) -> list[list[Veto]]:  # type: ignore[no-untyped-def]
+def wrong_in_fp16(call: int, total: torch.Tensor) -> torch.Tensor:
+    """The kernel of one dtype is broken."""
+    return total + 1 if total.dtype == torch.float16 else total
+
+
+def sums(  # type: ignore[no-untyped-def]
+    fault, faulty: int = 1, world: int = 3, dtype: torch.dtype = torch.bfloat16
+) -> list[list[Veto]]:
     meet = ThreadExchange(world)
 
     def body(rank: int) -> list[Veto]:
         mine = ThreadSum(rank, meet, world, fault if rank == faulty else None)
-        return check_sums(mine, "native", 256, rank, meet.of(rank), rounds=4)
+        return check_sums(mine, "native", 256, rank, meet.of(rank), rounds=4, dtype=dtype)
 
     return run_ranks(world, body)
 
 
-def test_sound_sums_raise_no_veto() -> None:
-    assert sums(None) == [[], [], []]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_sound_sums_raise_no_veto(dtype: torch.dtype) -> None:
+    assert sums(None, dtype=dtype) == [[], [], []]
+
+
+def test_the_dtype_that_is_served_is_the_one_that_is_checked() -> None:
+    assert sums(wrong_in_fp16) == [[], [], []]
+    (veto,) = sums(wrong_in_fp16, dtype=torch.float16)[0]
+    assert veto.ranks == (1,) and "sums wrong" in veto.reason
 
 
 @pytest.mark.parametrize("fault", [late_payload, unwritten])

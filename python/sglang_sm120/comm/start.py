@@ -161,6 +161,7 @@ def planned(
             sums=lambda name: inner if name == backend else ready(name, request, dtype),
             path=backend,
             device=str(device),
+            dtype=dtype,
         )
         warmup.log_once(done, inner.rank, (backend,))
         if counters:

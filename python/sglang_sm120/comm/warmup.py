@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+import torch
 from rich.console import Console
 
 from sglang_sm120.comm import plan_cache, planner
@@ -60,6 +61,7 @@ def plan_group(
     sums: Callable[[str], Communicator | None] | None = None,
     path: str = "native",
     device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Planned:
     """Plan one group; collective over `exchange`, every rank passes the same but for rank, driver and vetoes.
 
@@ -74,7 +76,7 @@ def plan_group(
         sums: gives the communicator of a backend, or None where it cannot be had; each allowed one then proves its
             sums (see `check_sums`).
         path: the fast path that the probe is for: vetoed already, it is not probed.
-        device: where the communicators' tensors live.
+        device, dtype: where the communicators' tensors live, and what they hold.
 
     Raises:
         PlanRefused: a pinned backend cannot serve; on every rank.
@@ -91,7 +93,7 @@ def plan_group(
     if kept is not None and all(verdict.allows(e.choice.backend) for e in kept.plan.entries):
         plan = agree(kept.plan, rank, exchange)
         # Bridges and IOMMU can change without a new kernel: the real kernel's sums are checked at every start.
-        wrong = _check(_backends(plan), sums, request, rank, exchange, device)
+        wrong = _check(_backends(plan), sums, request, rank, exchange, device, dtype)
         if not wrong:
             return _done(plan, verdict, kept.report, True, begin)
         measured.extend(wrong)
@@ -113,7 +115,7 @@ def plan_group(
     offered = list(candidates(islands, verdict))
     named = dict.fromkeys(c.backend for c in offered if c.backend != BASELINE)
     allowed = [b for b in named if verdict.allows(b)]
-    measured += _check(allowed, sums, request, rank, exchange, device)
+    measured += _check(allowed, sums, request, rank, exchange, device, dtype)
     verdict.add(measured)
     while True:
         plan = planner.make_plan(
@@ -146,6 +148,7 @@ def _check(
     rank: int,
     exchange: Exchange,
     device: str,
+    dtype: torch.dtype,
 ) -> list[Veto]:
     """Vetoes of the backends whose sums are wrong on some rank; the same on every rank."""
     if sums is None:
@@ -156,7 +159,9 @@ def _check(
         if communicator is None:
             found.append(Veto(target=backend, reason=f"{backend} cannot be set up", origin="start"))
         else:
-            found += check_sums(communicator, backend, request.hidden, rank, exchange, device)
+            found += check_sums(
+                communicator, backend, request.hidden, rank, exchange, device, dtype=dtype
+            )
     return found
 
 

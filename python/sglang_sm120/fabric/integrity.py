@@ -44,6 +44,7 @@ def check_sums(
     exchange: Exchange,
     device: str = "cpu",
     rounds: int = ROUNDS,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> list[Veto]:
     """Run a backend's sums, plain and fused, on random data on every rank and compare, every way they run; collective.
 
@@ -51,6 +52,7 @@ def check_sums(
         communicator: a `Communicator`.
         device: where its tensors live.
         rounds: least number of calls.
+        dtype: of the tensors; kernels of each dtype are code of their own.
 
     Returns:
         Vetoes of `backend`, the same on every rank; empty when every element was right on every rank, and all ranks
@@ -62,10 +64,10 @@ def check_sums(
         for turn in range(max(rounds, len(ways) * len(ROWS))):
             rows, way = ROWS[turn % len(ROWS)], ways[turn // len(ROWS) % len(ways)]
             communicator.choose(Op.ALL_REDUCE, rows, hidden, *way)
-            if not communicator.admits(Op.ALL_REDUCE, rows, hidden, torch.bfloat16):
+            if not communicator.admits(Op.ALL_REDUCE, rows, hidden, dtype):
                 continue
             parts = [contribution(r, turn, rows, hidden) for r in range(communicator.world)]
-            x = parts[rank].to(device=device, dtype=torch.bfloat16)
+            x = parts[rank].to(device=device, dtype=dtype)
             got = communicator.all_reduce(x).float().cpu()
             wrong = got != torch.stack(parts).sum(0)
             # A broken kernel may leave elements that were never written; NaN differs from everything.
@@ -75,10 +77,14 @@ def check_sums(
                     f"{int(wrong.sum())} of {wrong.numel()} sums wrong on {rows} rows{_by(way)}, first at row {row} "
                     f"column {column}: {got[row, column].item()}"
                 )
-        fused = _fused_problem(communicator, hidden, rank, device)  # a collective, on every rank
+        fused = _fused_problem(
+            communicator, hidden, rank, device, dtype
+        )  # a collective, on every rank
         problem = problem or fused
         bits = {
-            _by(way) or " as it runs by itself": _bits(communicator, way, hidden, rank, device)
+            _by(way) or " as it runs by itself": _bits(
+                communicator, way, hidden, rank, device, dtype
+            )
             for way in ways
         }
         for rows in ROWS:
@@ -111,20 +117,19 @@ def check_sums(
     ]
 
 
-def _fused_problem(communicator: Communicator, hidden: int, rank: int, device: str) -> str:
+def _fused_problem(
+    communicator: Communicator, hidden: int, rank: int, device: str, dtype: torch.dtype
+) -> str:
     """What is wrong with all-reduce + residual + RMSNorm in some way it can run; "" when nothing is."""
     op, problem = Op.ALL_REDUCE_RMSNORM, ""
-    weight = torch.linspace(0.5, 1.5, hidden).to(torch.bfloat16)
+    weight = torch.linspace(0.5, 1.5, hidden).to(dtype)
     for turn, way in enumerate(communicator.ways(op)):
         for rows in FUSED_ROWS:
             communicator.choose(op, rows, hidden, *way)
-            if communicator.admits(op, rows, hidden, torch.bfloat16):
+            if communicator.admits(op, rows, hidden, dtype):
                 parts = [contribution(r, turn, rows, hidden) for r in range(communicator.world)]
                 residual = contribution(communicator.world, turn, rows, hidden)
-                x, old, scale = (
-                    t.to(device=device, dtype=torch.bfloat16)
-                    for t in (parts[rank], residual, weight)
-                )
+                x, old, scale = (t.to(device, dtype) for t in (parts[rank], residual, weight))
                 out = communicator.all_reduce_rmsnorm(x, old, scale, EPS)
                 normed, kept = (t.float().cpu() for t in out)
                 exact = torch.stack(parts).sum(0) + residual
@@ -147,14 +152,19 @@ def _by(way: tuple[str, int]) -> str:
 
 
 def _bits(
-    communicator: Communicator, way: tuple[str, int], hidden: int, rank: int, device: str
+    communicator: Communicator,
+    way: tuple[str, int],
+    hidden: int,
+    rank: int,
+    device: str,
+    dtype: torch.dtype,
 ) -> str:
     """Digest of a sum whose rounding depends on its order: all ranks must hold the same bits, right or not."""
     rows = BITS_ROWS
     communicator.choose(Op.ALL_REDUCE, rows, hidden, *way)
-    if not communicator.admits(Op.ALL_REDUCE, rows, hidden, torch.bfloat16):
+    if not communicator.admits(Op.ALL_REDUCE, rows, hidden, dtype):
         return ""
     generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(rows, hidden, generator=generator).to(device=device, dtype=torch.bfloat16)
-    total = communicator.all_reduce(x).cpu().view(torch.int16).numpy().tobytes()
+    x = torch.randn(rows, hidden, generator=generator).to(device, dtype)
+    total = communicator.all_reduce(x).cpu().view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(total).hexdigest()[:16]
