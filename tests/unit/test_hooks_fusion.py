@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 from collections import Counter
 
@@ -622,3 +623,17 @@ def test_group_name_reaches_the_factory_and_split_expert_groups_ask_for_a_custom
     all_reduce.name_group(original, [[0, 1]], 0, "gloo", None, None, False, "pp")
     assert seen == [("tp", None), ("moe_tp", True), ("pp", None)]
     assert all_reduce._group_name.get() == ""
+
+
+def test_the_stats_file_may_be_in_the_home_folder(world, monkeypatch, tmp_path):
+    def once(seconds):
+        raise SystemExit  # ends the reporting thread after its first round
+
+    monkeypatch.setattr(sessions, "_session", sessions.Session(Options(), "cpu", 2))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(census.time, "sleep", once)
+    before = set(threading.enumerate())
+    census.start_reporting("~/figures/stats", 2, metrics=False)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+    assert b'"rank":2' in (tmp_path / "figures" / "stats.rank2").read_bytes()

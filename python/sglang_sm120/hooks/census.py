@@ -152,7 +152,7 @@ def start_reporting(stats: str, tp_rank: int, metrics: bool) -> None:
     """
     sinks: dict[str, Callable[[], None]] = {}
     if stats:
-        path = Path(f"{stats}.rank{tp_rank}")
+        path = Path(f"{stats}.rank{tp_rank}").expanduser()
         sinks[f"--sm120-stats {path}"] = _file_sink(path)
     if metrics:
         sinks["/metrics"] = _prometheus_sink(tp_rank)
