@@ -196,7 +196,7 @@ class PcieIpc:
 
     def __init__(self, group: Any, rank: int, world: int) -> None:
         os.environ.setdefault("FLASHINFER_DISABLE_VERSION_CHECK", "1")
-        from sglang_sm120.comm.flashinfer import PcieSum
+        from sglang_sm120.comm.flashinfer_kernels import PcieSum
 
         self.world = world
         self.kernel = PcieSum(group, world, ROWS_MAX * HIDDEN_MAX)
@@ -250,7 +250,7 @@ class Trtllm:
     name = "flashinfer trtllm"
 
     def __init__(self, group: Any, rank: int, world: int) -> None:
-        from sglang_sm120.comm.flashinfer import TrtllmFusion
+        from sglang_sm120.comm.flashinfer_kernels import TrtllmFusion
 
         self.world = world
         shared = torch.cuda.device_count() < world

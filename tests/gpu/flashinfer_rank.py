@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rig import inputs, reference_norm
 from sglang_sm120.comm.communicator import Op
 from sglang_sm120.comm.flashinfer import FlashInferCommunicator, Modules
-from sglang_sm120.comm.native import process_group_exchange
+from sglang_sm120.comm.native_build import process_group_exchange
 
 HIDDEN, ROWS = 7168, (1, 4, 16, 64)
 

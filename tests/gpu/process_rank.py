@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from rig import canonical_sum, inputs, reference_norm
 from sglang_sm120.comm.communicator import CollectiveError
-from sglang_sm120.comm.native import NativeCommunicator, process_group_exchange
+from sglang_sm120.comm.native import NativeCommunicator
+from sglang_sm120.comm.native_build import process_group_exchange
 
 
 def check_sums(communicator: NativeCommunicator, rank: int, world: int) -> None:

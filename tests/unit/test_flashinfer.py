@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_sm120.comm import factory, flashinfer
+from sglang_sm120.comm import factory, flashinfer, flashinfer_kernels
 from sglang_sm120.comm.communicator import CollectiveError, Op
 from sglang_sm120.comm.factory import Declined, GroupSpec, Peer
 from sglang_sm120.comm.flashinfer import FlashInferCommunicator, Modules
@@ -248,7 +248,7 @@ def test_every_way_sums_and_normalises_and_leaves_its_inputs_alone(
     ways = group(fake, world, body)[0]
     assert ("trtllm_one_shot", 0) in ways and len(ways) >= 3
     used = {(c["config"].variant, c["config"].blocks, c["config"].threads) for _, what, c in fake.calls if what == "pcie sum"}  # fmt: skip
-    assert used == {(flashinfer.PCIE_VARIANTS[s], n, 256) for s, n in ways if s in flashinfer.PCIE_VARIANTS}  # fmt: skip
+    assert used == {(flashinfer_kernels.PCIE_VARIANTS[s], n, 256) for s, n in ways if s in flashinfer_kernels.PCIE_VARIANTS}  # fmt: skip
     assert {c["pattern"] for _, what, c in fake.calls if what == "trtllm"} == {0, 1}
     biases = {c["bias"] for _, what, c in fake.calls if what == "norm"}
     assert biases == {1.0 if gemma else 0.0}

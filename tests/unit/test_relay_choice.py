@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_sm120.comm import mailbox, native, slab
+from sglang_sm120.comm import mailbox, native_build, slab
 from sglang_sm120.comm.communicator import Op
 from sglang_sm120.comm.native import NativeCommunicator
 from sglang_sm120.comm.native_how import RELAYS
@@ -118,7 +118,7 @@ def test_every_mailbox_has_the_relay(
     monkeypatch: pytest.MonkeyPatch, world: int, tiles: int
 ) -> None:
     built: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(native, "build_over", lambda *a, relay: built.append((*a[1:], relay)))
+    monkeypatch.setattr(native_build, "build_over", lambda *a, relay: built.append((*a[1:], relay)))
     spec: Any = SimpleNamespace(world=world, device=torch.device("cpu"))
     mailbox.build(spec)
     assert built == [(slab.HOST_WAYS, -1, tiles, True)]

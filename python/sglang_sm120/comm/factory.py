@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Backend -> "module:function" of its builder, `(spec: GroupSpec) -> Communicator`, which raises `Declined`.
 BACKENDS: dict[str, str] = {
     "host": "sglang_sm120.comm.factory:build_host",
-    "native": "sglang_sm120.comm.native:build",
+    "native": "sglang_sm120.comm.native_build:build",
     "mailbox": "sglang_sm120.comm.mailbox:build",
     "flashinfer": "sglang_sm120.comm.flashinfer:build",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_sm120.comm import native, slab
+from sglang_sm120.comm import native_build, slab
 from sglang_sm120.comm.communicator import Communicator
 
 if TYPE_CHECKING:
@@ -43,4 +43,4 @@ def build(spec: GroupSpec) -> Communicator:
     """
     node = numa_node_of(spec.device) if spec.device.type == "cuda" else -1
     largest = LARGEST_BYTES.get(spec.world, 0)
-    return native.build_over(spec, slab.HOST_WAYS, node, largest, relay=True)
+    return native_build.build_over(spec, slab.HOST_WAYS, node, largest, relay=True)
