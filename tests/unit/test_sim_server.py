@@ -11,7 +11,8 @@ import time
 import psutil
 import pytest
 from sglang_sm120.sim import server as sim_server
-from sglang_sm120.sim.server import ServerError, SimServer, eagle3_flags, free_port
+from sglang_sm120.sim.environment import free_port
+from sglang_sm120.sim.server import ServerError, SimServer, eagle3_flags
 
 STAND_IN = textwrap.dedent(
     """

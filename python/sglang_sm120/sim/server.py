@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,8 @@ from typing import Any
 
 import httpx
 import psutil
+
+from sglang_sm120.sim.environment import free_port, server_environment
 
 # What every server of the CPU rig gets: small pools, no graphs, no grammar engine, no warm-up request.
 BASE_FLAGS: tuple[str, ...] = (
@@ -92,24 +93,6 @@ def eagle3_flags(
     ]
 
 
-def free_port() -> int:
-    """A TCP port nobody listens on, searched from a place that differs between processes.
-
-    The range lies below Linux's ephemeral ports, so that an outgoing connection cannot take it meanwhile.
-
-    Raises:
-        ServerError: No port of the range is free.
-    """
-    low, high = 12000, 32000
-    start = (os.getpid() * 37) % (high - low)
-    for offset in range(0, high - low, 11):
-        port = low + (start + offset) % (high - low)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise ServerError(f"no free TCP port in {low}..{high}; stop some of the listening processes")
-
-
 class SimServer:
     """One SGLang server; a context manager that starts it and always stops it.
 
@@ -142,7 +125,7 @@ class SimServer:
         self.port = free_port()
         self.startup_s: float | None = None
         self._flags = list(flags)
-        self._env = _server_env(env or {})
+        self._env = server_environment(env or {})
         if log is None:
             handle, name = tempfile.mkstemp(prefix="sglang-sm120-server-", suffix=".log")
             os.close(handle)
@@ -404,24 +387,3 @@ class SimServer:
         states = self.info().get("internal_states") or [{}]
         value = states[0].get("avg_spec_accept_length")
         return None if value is None else float(value)
-
-
-def _server_env(changes: Mapping[str, str | None]) -> dict[str, str]:
-    env = dict(os.environ)
-    if "SGLANG_PLATFORM" not in changes:
-        env.setdefault("SGLANG_PLATFORM", "sm120_sim")
-    env.update(
-        HF_HUB_OFFLINE="1",
-        TRANSFORMERS_OFFLINE="1",
-        TOKENIZERS_PARALLELISM="false",
-        PYTHONUNBUFFERED="1",
-    )
-    if changes.get("SGLANG_PLATFORM", env.get("SGLANG_PLATFORM")) == "sm120_sim":
-        # SGLang looks for CUDA before it looks at the platform.
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    for name, value in changes.items():
-        if value is None:
-            env.pop(name, None)
-        else:
-            env[name] = value
-    return env
