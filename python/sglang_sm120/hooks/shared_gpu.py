@@ -59,12 +59,13 @@ def fit_tuner() -> None:
     original = tuning.candidate_tactics
 
     def fitting(world_size: int, *args: Any, **kwargs: Any) -> tuple[tuple[int, int, int], ...]:
-        # One CTA of 1024 threads per multiprocessor, and half of the GPU left for the ranks' other kernels.
-        most = torch.cuda.get_device_properties(0).multi_processor_count * 512 // world_size
+        # Registers may let only one CTA into a multiprocessor, whatever its size. Half of the GPU is left for the ranks'
+        # other kernels: those of a cluster need free multiprocessors side by side, or all ranks wait for ever.
+        most = torch.cuda.get_device_properties(0).multi_processor_count // (2 * world_size)
         return tuple(
             (variant, ctas, threads)
             for variant, ctas, threads in original(world_size, *args, **kwargs)
-            if ctas * threads <= most and not copies_by_engine(tuning.IpcVariant(variant))
+            if ctas <= most and not copies_by_engine(tuning.IpcVariant(variant))
         )
 
     tuning.candidate_tactics = fitting
