@@ -133,7 +133,7 @@ class Engine {
   // Failures a waiting rank can see without a clock: another rank's abort, another shape.
   Failure check() const;
   Failure aborted() const;  // another rank's abort alone
-  // Also tells the peers, half-way to the bound, whom this rank waits for.
+  // Also tells the peers, after an eighth of the bound, whom this rank waits for.
   // `waited_ns` since this CTA last moved; `dead` and `left`: bit masks of ranks that ended or
   // closed.
   Failure check_wait(const Cta& cta, uint64_t waited_ns, uint64_t bound_ns, uint32_t dead,

@@ -10,6 +10,10 @@ namespace {
 
 uint32_t load_acquire(const uint32_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
+// A wait of bound / kTellShare is told to the peers: long before any of theirs that it causes
+// expires.
+constexpr uint64_t kTellShare = 8;
+
 std::string record_text(const CallRecord& r) {
   return call_text(static_cast<Op>(r.kind >> 8), static_cast<Dtype>(r.kind & 0xFF), record_rows(r),
                    record_hidden(r));
@@ -112,7 +116,7 @@ Failure Engine::check_wait(const Cta& cta, uint64_t waited_ns, uint64_t bound_ns
     const char* reason = why == Abort::kDied ? "its process died" : "it closed its communicator";
     return {why, peer, missing_text(args_, peer, reason, rank_, rank_)};
   }
-  if (waited_ns >= bound_ns / 2) tell_wait(wait);
+  if (waited_ns >= bound_ns / kTellShare) tell_wait(wait);
   if (waited_ns < bound_ns) return {};
   const int culprit = source_of_trouble(wait.source);
   return {Abort::kMissing, culprit,
