@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands in for csrc/cuda/ptx.cuh where the relay kernel runs on a CPU: every CUDA thread is a
+// Stands in for csrc/cuda/ptx.cuh where the kernels run on a CPU: every CUDA thread is a
 // fiber, and stores to slabs wait in their CTA's buffer until a fence, the kernel's end or chance
 // delivers them, in any order but for the same address.
 #pragma once
 
 #include <cuda_runtime.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -35,6 +36,7 @@ struct Barrier {
 };
 
 struct Warp {
+  uint32_t asleep = 0;  // turns that it lets pass, so that the others run ahead
   uint32_t arrived = 0, generation = 0;
   uint32_t values[2][32] = {};
 };
@@ -49,7 +51,9 @@ struct Cta {
 };
 
 struct Fiber {
-  ucontext_t context{};
+  ucontext_t context{};  // of its first step; later ones jump, which costs no system call
+  jmp_buf at;
+  bool started = false;
   std::unique_ptr<char[]> stack;
   std::function<void()> body;
   Cta* cta = nullptr;
@@ -58,12 +62,22 @@ struct Fiber {
 };
 
 inline Fiber* current = nullptr;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline std::mt19937_64 chance;
 inline uint64_t clock_ns = 0;
 inline bool fences_work = true;  // a negative control turns them off
 
-inline void yield() { swapcontext(&current->context, &scheduler); }
+// Not inlined: their callers must not see setjmp return twice.
+__attribute__((noinline)) inline void yield() {
+  if (_setjmp(current->at) == 0) _longjmp(scheduler, 1);
+}
+__attribute__((noinline)) inline void resume(Fiber* fiber) {
+  current = fiber;
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber->started) _longjmp(fiber->at, 1);
+  fiber->started = true;
+  setcontext(&fiber->context);
+}
 
 inline void deliver(Cta& cta, size_t index) {
   for (size_t i = 0; i < index; ++i) {
@@ -98,6 +112,14 @@ inline void meet(Barrier& barrier, uint32_t expected) {
   while (barrier.generation == generation) yield();
 }
 
+// Counts as one that has come, without waiting.
+inline void come(Barrier& barrier, uint32_t expected) {
+  if (++barrier.arrived == expected) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+  }
+}
+
 // Every lane's value, once all 32 have come.
 inline const uint32_t* exchange(uint32_t value) {
   Warp& warp = current->cta->warps[current->thread / 32];
@@ -128,6 +150,7 @@ inline float __uint_as_float(uint32_t v) { return emulation::load<float>(&v); }
 inline uint32_t __float_as_uint(float v) { return emulation::load<uint32_t>(&v); }
 inline float rsqrtf(float v) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(v))); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline int __clz(uint32_t v) { return v == 0 ? 32 : __builtin_clz(v); }
 inline int __ffs(uint32_t v) { return __builtin_ffs(static_cast<int>(v)); }
 inline void __syncthreads() {
   emulation::meet(emulation::current->cta->barriers[0], emulation::current->cta->threads);
@@ -139,6 +162,10 @@ inline float __shfl_xor_sync(uint32_t, float value, int mask) {
   const uint32_t lane = emulation::current->thread % 32;
   return __uint_as_float(
       emulation::exchange(__float_as_uint(value))[lane ^ static_cast<uint32_t>(mask)]);
+}
+inline uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int mask) {
+  const uint32_t lane = emulation::current->thread % 32;
+  return emulation::exchange(value)[lane ^ static_cast<uint32_t>(mask)];
 }
 inline uint32_t __ballot_sync(uint32_t, bool value) {
   const uint32_t* values = emulation::exchange(value);
@@ -168,6 +195,7 @@ inline uint4 ld_wire(const void* p) {
   return emulation::load<uint4>(p);
 }
 inline void st_wire(void* p, uint4 v) { emulation::store(p, &v, sizeof v); }
+inline void st_wire8(void* p, uint2 v) { emulation::store(p, &v, sizeof v); }
 inline uint32_t ld_wire4(const void* p) {
   emulation::yield();
   return emulation::load<uint32_t>(p);
@@ -188,8 +216,12 @@ inline float reciprocal(float v) { return 1.0f / v; }
 inline uint64_t globaltimer() { return emulation::clock_ns += 1024; }
 inline void launch_dependents() {}
 inline void wait_previous() {}
+inline void wait_previous(const char*&, const char*&, uint32_t&) {}
 inline void bar_group(uint32_t id, uint32_t threads) {
   emulation::meet(emulation::current->cta->barriers[id], threads);
+}
+inline void bar_arrive(uint32_t id, uint32_t threads) {
+  emulation::come(emulation::current->cta->barriers[id], threads);
 }
 inline void prefetch_line(const void*) {}
 
