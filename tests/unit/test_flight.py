@@ -47,3 +47,18 @@ def test_only_ranks_that_never_began_the_call_are_called_missing(
     text = said(newest, why, source)
     assert expected in text
     assert f"waited for rank {source}, phase reduce, tile 28, bound 60000 ms" in text
+
+
+def test_a_late_rank_says_that_the_others_disagree_in_the_next_call() -> None:
+    class Ahead(Library):
+        def cuda_records(self, handle: int, call: int, world: int) -> list[int]:
+            flat = super().cuda_records(handle, call, world)
+            if call == CALL + 1:
+                flat[5 * 1 + 1] = 4  # rank 1 called with 4 rows
+            return flat
+
+    library = Ahead([7, 8, 8, 8], LEFT, 1)
+    text = flight.sentence(library, 1, "tp", 0, 4)
+    assert text.startswith("tp, channel 0, call 7, rank 0: call mismatch in call 8: ")
+    assert "rank 1 called all_reduce_rmsnorm, 4 x 7168 bfloat16" in text
+    assert "rank 2 called all_reduce_rmsnorm, 16 x 7168 bfloat16" in text

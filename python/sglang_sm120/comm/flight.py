@@ -50,12 +50,27 @@ def sentence(library: Any, handle: int, name: str, rank: int, world: int) -> str
             f"{where}: all ranks began {what}, but data of rank {source} did not arrive: its GPU could not run "
             f"the whole kernel beside other work, or its stores are lost ({waited_for})"
         )
+    if not missing and (told := _mismatch_ahead(library, handle, call, rank, world)):
+        return f"{where}: {told}"
     named = missing or [source]
     ranks = " and ".join(str(other) for other in named)
     verb = "are" if len(named) > 1 else "is"
     noun = "ranks" if len(named) > 1 else "rank"
     found = ", as another rank found" if why == _LEFT else ""
     return f"{where}: {noun} {ranks} {verb} missing in {what}{found} ({waited_for})"
+
+
+def _mismatch_ahead(library: Any, handle: int, call: int, rank: int, world: int) -> str:
+    """How ranks that are one call ahead disagree there, which ends this call too; "" where they do not."""
+    _, ahead = _who_called(library, handle, call + 1, rank, world)
+    first = next(iter(ahead), -1)
+    for other, shape in ahead.items():
+        if shape != ahead[first]:
+            return (
+                f"call mismatch in call {call + 1}: rank {first} called {_text(*ahead[first])}, "
+                f"rank {other} called {_text(*shape)}"
+            )
+    return ""
 
 
 def _who_called(

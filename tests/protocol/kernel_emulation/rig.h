@@ -100,9 +100,9 @@ inline void through(Codec codec, uint32_t hidden, std::vector<float>& v) {
       for (size_t i = begin; i < end; ++i) most = std::max(most, bits_of(v[i]) & 0x7FFFFFFFu);
       const uint8_t scale = int8_scale(most);
       for (size_t i = begin; i < end; ++i) {
-        v[i] = scale == kInt8Poison ? float_of(kNan32)
-                                    : int8_decode(int8_encode(v[i], int8_inverse_step(scale)),
-                                                  int8_step(scale));
+        v[i] = scale == kInt8Poison
+                   ? float_of(kNan32)
+                   : int8_decode(int8_encode(v[i], int8_inverse_step(scale)), int8_step(scale));
       }
     }
   }
@@ -161,7 +161,8 @@ inline Params& prepare(uint32_t index) {
   p.x = rank.x.data(), p.residual = rank.residual.data(), p.weight = weights[rank.call].data();
   p.out = rank.out.data(), p.residual_out = rank.residual_out.data(), p.scale = rank.scale.data();
   p.state = rank.states.data(), p.claim = &rank.claim, p.flight = &rank.flight;
-  p.rows = c.rows, p.hidden = c.hidden, p.tiles_per_row = make_shape(c.rows, c.hidden).tiles_per_row;
+  p.rows = c.rows, p.hidden = c.hidden,
+  p.tiles_per_row = make_shape(c.rows, c.hidden).tiles_per_row;
   p.world = topology.world, p.rank = index;
   p.slot0 = static_cast<uint32_t>(layout.slot(0));
   p.slot_bytes = static_cast<uint32_t>(layout.slot_bytes);
@@ -210,9 +211,11 @@ inline void start(Rank& rank, uint32_t threads, size_t shared, size_t kept,
 inline void complain(uint32_t index, const char* what, uint64_t at, double got, double right) {
   const Call& c = calls[ranks[index].call];
   if (++failures > 5) return;
-  printf("WRONG %s: rank %u call %u (%u x %u, dtype %d, codec %d, schedule %d) element %lu: %g, not %g\n",
-         what, index, ranks[index].call, c.rows, c.hidden, static_cast<int>(c.dtype),
-         static_cast<int>(c.codec), static_cast<int>(c.schedule), at, got, right);
+  printf(
+      "WRONG %s: rank %u call %u (%u x %u, dtype %d, codec %d, schedule %d) element %lu: %g, not "
+      "%g\n",
+      what, index, ranks[index].call, c.rows, c.hidden, static_cast<int>(c.dtype),
+      static_cast<int>(c.codec), static_cast<int>(c.schedule), at, got, right);
 }
 
 inline void verify(uint32_t index) {
@@ -311,8 +314,8 @@ void run_all(Launch launch) {
     const Call& c = calls[rank.call];
     bool nan = false;
     for (uint64_t i = 0; i < static_cast<uint64_t>(c.rows) * c.hidden; ++i) {
-      nan = nan || std::isnan(value_at(c.out == Output::kSum ? rank.out : rank.residual_out,
-                                       c.dtype, i));
+      nan = nan ||
+            std::isnan(value_at(c.out == Output::kSum ? rank.out : rank.residual_out, c.dtype, i));
     }
     printf("ENDED rank %u %s\n", r, nan ? "with NaN" : "without NaN");
     rank.call = count;
@@ -324,7 +327,8 @@ inline void tell_failures() {
   for (size_t r = 0; r < ranks.size(); ++r) {
     const FlightRecord& f = ranks[r].flight;
     if (f.valid != 0) {
-      printf("FAILED rank %zu: why %u phase %u waits for %u\n", r, f.valid >> 16, f.phase, f.source);
+      printf("FAILED rank %zu: why %u phase %u waits for %u\n", r, f.valid >> 16, f.phase,
+             f.source);
     }
   }
 }

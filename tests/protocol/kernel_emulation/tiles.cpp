@@ -4,7 +4,6 @@
 //   tiles WORLD ISLANDS CALLS SEED [missing rank]        ISLANDS as in "0,1;2,3", "" for one
 #include "cuda/flat.cuh"
 #include "cuda/general.cuh"
-
 #include "rig.h"
 
 using namespace rig;
@@ -80,8 +79,7 @@ void launch(uint32_t index) {
   p.ctas = c.ctas;
   p.tail_fence = host_memory;
   p.scout = host_memory && p.rows * p.hidden > 4096;  // sooner than Channel does
-  const Plan plan{topology, c.schedule, c.dtype, c.codec, c.partial,
-                  static_cast<uint16_t>(c.ctas)};
+  const Plan plan{topology, c.schedule, c.dtype, c.codec, c.partial, static_cast<uint16_t>(c.ctas)};
   const View view = views[index] = make_view(plan, static_cast<int>(index));
   p.plan_hash = plan_hash(plan);
   const uint32_t stride = wire_stride(c.codec) / 16;
