@@ -211,8 +211,10 @@ def one_mps_each(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
         opened.append(1)
         monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", f"mps of {len(opened)}")
-        yield
-        monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY")
+        try:
+            yield
+        finally:
+            monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY")
 
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     monkeypatch.setattr(shared_gpu, "mps", mps)
@@ -230,6 +232,28 @@ def test_turns_alternate_and_the_last_of_ours_loses_a_rank(
     assert [o.name for o in outcomes] == ["eagle3", "plugin", "plugin", "eagle3", "eagle3", "plugin"]  # fmt: skip
     assert [o.death for o in outcomes] == ["", "", "", "", "", "rank 3 has died"]
     assert Scripted.log.count("kill plugin") == 1
+
+
+def test_an_mps_that_does_not_start_again_loses_no_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_mps_each(monkeypatch)
+    first, started = shared_gpu.mps, []
+
+    @contextlib.contextmanager
+    def once() -> Iterator[None]:
+        started.append(1)
+        if len(started) == 2:
+            raise shared_gpu.RigError("MPS did not start: busy")
+        with first():
+            yield
+
+    monkeypatch.setattr(shared_gpu, "mps", once)
+    monkeypatch.setattr(gpu_trial, "GpuTrial", Scripted)
+    chosen = [setups()[name] for name in ("eagle3", "kernels", "plugin")]
+    outcomes, failed = run_all(chosen, built(), 2, tmp_path)
+    assert [o.name for o in outcomes] == ["eagle3", "plugin"]
+    assert failed == ["EAGLE-3, our kernels alone: MPS did not start: busy"]
 
 
 def test_turns_keep_their_own_logs_and_traces(tmp_path: Path) -> None:

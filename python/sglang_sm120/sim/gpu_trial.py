@@ -309,17 +309,18 @@ def run_all(
     ]
     last_ours = max((i for i, (_, setup) in enumerate(order) if setup.ours), default=None)
     for i, (turn, setup) in enumerate(order):
-        with shared_gpu.mps():
-            trial = GpuTrial(setup, built, ranks, folder, turn)
-            try:
-                trial.start()
-                outcome = trial.measure(count, new, profile=profile)
-                if i == last_ours:
-                    outcome.death = trial.kill_a_rank()
-                outcomes.append(outcome)
-            except ServerError as error:
-                failed.append(f"{setup.title}: {error}")
-            finally:
-                trial.stop()
+        try:
+            with shared_gpu.mps():
+                trial = GpuTrial(setup, built, ranks, folder, turn)
+                try:
+                    trial.start()
+                    outcome = trial.measure(count, new, profile=profile)
+                    if i == last_ours:
+                        outcome.death = trial.kill_a_rank()
+                    outcomes.append(outcome)
+                finally:
+                    trial.stop()
+        except (ServerError, shared_gpu.RigError) as error:
+            failed.append(f"{setup.title}: {error}")
         on_outcome(outcomes, failed)
     return outcomes, failed
