@@ -203,7 +203,7 @@ def test_draft_lengths_are_left_to_sglangs_policy_by_cost(facts: dict[str, Any])
 
 def test_flags_travel_in_plugin_args(facts: dict[str, Any]) -> None:
     assert facts["on"] == [True, "0,1;2,3", 900]
-    assert facts["off"] == [False, "auto", 2000]
+    assert facts["off"] == [False, "auto", 20_000]
 
 
 def test_a_wrong_value_still_ends_the_launch_with_its_sentence(facts: dict[str, Any]) -> None:
