@@ -202,8 +202,9 @@ class Scripted(GpuTrial):
         self.log.append(f"stop {self.setup.name}")
 
 
-def one_mps_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An MPS that must be closed before the next is opened."""
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The log of scripted trials, in which an MPS must be closed before the next is opened."""
     opened: list[int] = []
 
     @contextlib.contextmanager
@@ -218,26 +219,25 @@ def one_mps_each(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     monkeypatch.setattr(shared_gpu, "mps", mps)
+    monkeypatch.setattr(gpu_trial, "GpuTrial", Scripted)
+    Scripted.log = []
+    return Scripted.log
 
 
 def test_turns_alternate_and_the_last_of_ours_loses_a_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, scripted: list[str]
 ) -> None:
-    one_mps_each(monkeypatch)
-    monkeypatch.setattr(gpu_trial, "GpuTrial", Scripted)
-    Scripted.log = []
     chosen = [setups()[name] for name in ("eagle3", "plugin")]
     outcomes, failed = run_all(chosen, built(), 2, tmp_path, turns=3)
     assert not failed
     assert [o.name for o in outcomes] == ["eagle3", "plugin", "plugin", "eagle3", "eagle3", "plugin"]  # fmt: skip
     assert [o.death for o in outcomes] == ["", "", "", "", "", "rank 3 has died"]
-    assert Scripted.log.count("kill plugin") == 1
+    assert scripted.count("kill plugin") == 1
 
 
 def test_an_mps_that_does_not_start_again_loses_no_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, scripted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one_mps_each(monkeypatch)
     first, started = shared_gpu.mps, []
 
     @contextlib.contextmanager
@@ -249,7 +249,6 @@ def test_an_mps_that_does_not_start_again_loses_no_figures(
             yield
 
     monkeypatch.setattr(shared_gpu, "mps", once)
-    monkeypatch.setattr(gpu_trial, "GpuTrial", Scripted)
     chosen = [setups()[name] for name in ("eagle3", "kernels", "plugin")]
     outcomes, failed = run_all(chosen, built(), 2, tmp_path)
     assert [o.name for o in outcomes] == ["eagle3", "plugin"]
@@ -282,11 +281,8 @@ def test_the_table_shows_the_median_turn_every_speed_and_the_hosts() -> None:
 
 
 def test_no_server_starts_beside_a_measured_one_and_a_failed_one_holds_up_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, scripted: list[str]
 ) -> None:
-    one_mps_each(monkeypatch)
-    monkeypatch.setattr(gpu_trial, "GpuTrial", Scripted)
-    Scripted.log = []
     seen: list[int] = []
     chosen = [setups()[name] for name in ("eagle3", "pcie_ipc", "plugin")]
     outcomes, failed = run_all(
@@ -296,7 +292,7 @@ def test_no_server_starts_beside_a_measured_one_and_a_failed_one_holds_up_none(
     assert failed == ["EAGLE-3, pcie_ipc: it ended"]
     assert outcomes[-1].death == "rank 3 has died"
     assert seen == [1, 1, 2]
-    assert Scripted.log == [
+    assert scripted == [
         "start eagle3", "measure eagle3", "stop eagle3",
         "start pcie_ipc", "stop pcie_ipc",
         "start plugin", "measure plugin", "kill plugin", "stop plugin",
