@@ -48,17 +48,15 @@ def run_world(
     ]  # fmt: skip
     try:
         out, err = ranks[0].communicate(timeout=seconds)
+        for process in ranks[1:]:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=15)
     except subprocess.TimeoutExpired:
-        for process in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        _kill(ranks)
         out, err = ranks[0].communicate()
         err += f"\nworld {world}: killed after {seconds:.0f} s"
-    for process in ranks[1:]:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=15)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    finally:
+        _kill(ranks)  # also when this program is told to end
     if "RESULT" not in out or '"done"' not in out:
         print(err[-3000:], file=sys.stderr)
     return [
@@ -66,6 +64,22 @@ def run_world(
         for line in out.splitlines()
         if line.startswith("RESULT ")
     ]
+
+
+def _kill(ranks: list[subprocess.Popen[str]]) -> None:
+    for process in ranks:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def end_on_sigterm() -> None:
+    """SIGTERM ends this program like an exception, so that its ranks and its MPS end too."""
+
+    def leave(*_: object) -> None:
+        raise SystemExit(143)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def bound_us(world: int, nbytes: int, link: dict[str, Any]) -> float:
@@ -140,6 +154,7 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Where the results go.")] = None,
 ) -> None:  # fmt: skip
     """Time all-reduce and its fusion against the rivals that can run here."""
+    end_on_sigterm()
     if shutil.which("nvidia-cuda-mps-control") is None:
         raise SystemExit(
             "nvidia-cuda-mps-control is not on PATH: several ranks on one GPU need MPS"
@@ -154,13 +169,13 @@ def main(
             if preload:  # for the ranks only, not for the MPS server
                 env = {**env, "LD_PRELOAD": preload, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
             results += run_world(world, arguments, env, seconds)
+        if json_path is not None:  # what a later world cannot take away
+            json_path.write_text(json.dumps(results, indent=1))
     for r in results:
         if r["kind"] not in ("final", "screen"):
             print(r)
     print("\n" + title(results))
     print(table(results))
-    if json_path is not None:
-        json_path.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

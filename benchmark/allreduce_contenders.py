@@ -301,7 +301,3 @@ class Nccl:
                 _norm(out, residual, i.weight)
 
         yield Way(self.name + (" + norm" if fused else ""), call, lambda: out, False)
-
-    def close(self) -> None:
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group(self.group)

@@ -14,14 +14,13 @@ ranks on, "NCCL's own choice" is 32 channels: with 64 the CTAs of all ranks are 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from allreduce import mps, run_world
+from allreduce import end_on_sigterm, mps, run_world
 from rich.console import Console
 from rich.table import Table
 
@@ -101,10 +100,7 @@ def worker(rank_id: int, world: int, port: int, label: str) -> None:
                 ratio=round(statistics.median(a / b for a, b in zip(times, seen[OWN], strict=True)), 4),
             )  # fmt: skip
     del keep
-    rank.say(kind="done", label=label)
-    sys.stdout.flush()
-    dist.barrier()
-    os._exit(0)  # NCCL's own teardown of ranks on one GPU may wait for ranks that have left
+    rank.leave([], label=label)
 
 
 def main(
@@ -116,6 +112,7 @@ def main(
     """Measure communicators with NCCL's defaults and with ours."""
     from sglang_sm120.nccl.environment import settings
 
+    end_on_sigterm()
     results: list[dict[str, Any]] = []
     for world in map(int, worlds.split(",")):
         for label, added in (("default", {}), ("compact", settings({}, pcie_only=True))):

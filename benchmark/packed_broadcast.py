@@ -30,6 +30,7 @@ def main(
     out: Annotated[Path | None, typer.Option("--json", help="Where the results go.")] = None,
 ) -> None:
     """Run every world and print both ways side by side."""
+    allreduce.end_on_sigterm()
     results: list[dict[str, Any]] = []
     for world in map(int, worlds.split(",")):
         with allreduce.mps() as env:
@@ -102,10 +103,7 @@ def worker(number: int, world: int, port: int) -> None:
                 times.append((time.perf_counter() - began) * 1e6)
             record[f"{name}_host_us"] = median(max(t) for t in zip(*rank.exchange(times)))
         rank.say(calls=CALLS, **record)
-    torch.cuda.synchronize()
-    native.close()
-    nccl.close()
-    rank.say(kind="done")
+    rank.leave([native, nccl])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import logging
 import multiprocessing
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from allreduce import mps
+from allreduce import end_on_sigterm, mps
 from rich.console import Console
 from rich.table import Table
 from sglang_sm120.comm import start
@@ -40,6 +41,7 @@ from sglang_sm120.fabric.islands import flat
 from sglang_sm120.fabric.versions import installed
 
 ROUNDS = 3  # of timing every candidate again, there and back
+STUCK_S = 8  # after which a rank that does not come back from one timing prints where it is
 KEPT = "kept from an earlier start"  # the log's words for a plan from the cache
 
 
@@ -179,8 +181,21 @@ def _time_again(
 
 
 def _slowest(timed: Callable[[Op, int], float] | None, op: Op, rows: int, exchange: Any) -> float:
+    """The slowest rank's time; RuntimeError on all ranks together where it failed on any."""
     assert timed is not None
-    return float(max(exchange(timed(op, rows))))
+    us, error = inf, ""
+    faulthandler.dump_traceback_later(STUCK_S, exit=False)
+    try:
+        us = timed(op, rows)
+    except Exception as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    told = exchange((us, error))
+    errors = [f"rank {r}: {e}" for r, (_, e) in enumerate(told) if e]
+    if errors:
+        raise RuntimeError(f"{op.value}, {rows} rows: " + "; ".join(errors))
+    return float(max(mine for mine, _ in told))
 
 
 def _start(args: argparse.Namespace, folder: str, first: bool, deadline: float) -> dict[str, Any]:
@@ -193,11 +208,14 @@ def _start(args: argparse.Namespace, folder: str, first: bool, deadline: float) 
     ]
     for p in ranks:
         p.start()
-    answered = mine.poll(max(deadline - time.monotonic(), 0))
-    told = mine.recv() if answered else {}
-    for p in ranks:
-        p.join(30 if answered else 0)
-        p.kill()
+    answered, told = False, {}
+    try:
+        answered = mine.poll(max(deadline - time.monotonic(), 0))
+        told = mine.recv() if answered else {}
+    finally:
+        for p in ranks:
+            p.join(30 if answered else 0)
+            p.kill()
     if not answered:
         raise SystemExit(
             f"the ranks did not answer within {args.seconds} s; their errors are above"
@@ -217,6 +235,7 @@ def main() -> None:
     parser.add_argument("--preload", default="", help="library the ranks load first (an NCCL)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    end_on_sigterm()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as rig:
         if args.one_gpu:
             os.environ.update(rig.enter_context(mps()), NCCL_MULTI_RANK_GPU_ENABLE="1")

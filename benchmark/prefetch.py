@@ -4,7 +4,7 @@
 
 A chain of [fused sum, attention's projections, fused sum, router and shared expert] with Kimi-K2.5's TP 8 shapes runs
 as a CUDA graph over so many layers that no weight stays in L2. The peer's part of each sum arrives a given time late.
-Every graph runs without and with prefetch, in A-B-B-A order, and must leave the same bits. `--leave-gb-s`
+Every graph runs without and with prefetch, in A-B-B-A order, and must leave the same bits. `--leave-gb-s 0,1600`
 adds a table with a reader beside the chain that takes memory bandwidth away, to come near another card.
 """
 
@@ -161,12 +161,12 @@ def main(
     weights: Annotated[str, typer.Option(help="bf16, int4.")] = "bf16,int4",
     layers: Annotated[int, typer.Option(help="Layers with own weights.")] = 12,
     leave_gb_s: Annotated[
-        float,
+        str,
         typer.Option(
-            help="Measure again beside a reader that leaves about this much memory bandwidth, 0 for not: "
+            help="Measure beside a reader that leaves about so much memory bandwidth, each a table, 0 for no reader: "
             "1600 comes near a card with GDDR7 at 1792 GB/s."
         ),
-    ] = 0.0,
+    ] = "0",
     out: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Measure prefetch and early launch; exit code 1 when a result has other bits with prefetch."""
@@ -176,7 +176,7 @@ def main(
     results: list[dict[str, Any]] = []
     early = []
     with pair() as both, torch.no_grad():
-        for leave in (0.0, leave_gb_s) if leave_gb_s else (0.0,):
+        for leave in map(float, leave_gb_s.split(",")):
             reader = Reader(leave * 1000) if leave else None
             left = reader.left if reader else bandwidth
             if reader:
@@ -192,6 +192,8 @@ def main(
             console.print(prefetch_table(found, rig))
             verdict(found, console.print)
             results += found
+            if out:
+                out.write_text(json.dumps({"rig": rig, "prefetch": results}, indent=1) + "\n")
         # A GEMV that waits on its SMs leaves room for the peer's kernel up to 4 rows.
         for how in ("none", "bf16", "triton", "triton early"):
             for n in (1, 4):

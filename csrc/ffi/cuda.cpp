@@ -27,6 +27,12 @@ int64_t cuda_slab_bytes(int64_t world, String islands, int64_t capacity, int64_t
   return static_cast<int64_t>(make_layout(topology, capacity, small).slab_bytes);
 }
 
+// [bytes from a slab's start to its call records, slots, records per slot, bytes of a record].
+Array<int64_t> cuda_record_layout() {
+  return {static_cast<int64_t>(offsetof(ControlPage, record)), static_cast<int64_t>(kSlots),
+          static_cast<int64_t>(kMaxWorld), static_cast<int64_t>(sizeof(CallRecord))};
+}
+
 // What the relay's outboxes add to a slab.
 int64_t cuda_relay_bytes(int64_t capacity) {
   return static_cast<int64_t>(make_relay_layout(static_cast<uint64_t>(capacity)).bytes);
@@ -217,6 +223,7 @@ void slab_host_unregister(int64_t address) { host_unregister(address); }
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_slab_bytes, cuda_slab_bytes);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_record_layout, cuda_record_layout);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_relay_bytes, cuda_relay_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_open, cuda_open);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_close, cuda_close);

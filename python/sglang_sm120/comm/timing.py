@@ -50,10 +50,7 @@ def _graph_us(call: Callable[[], object], device: torch.device, capture: Capture
     with torch.cuda.stream(side):
         for _ in range(WARM_CALLS):
             call()
-        graph = torch.cuda.CUDAGraph()
-        with capture(), torch.cuda.graph(graph, stream=side):
-            for _ in range(GRAPH_CALLS):
-                call()
+        graph = _captured(call, side, capture)
         taken = []
         for _ in range(GRAPH_REPLAYS + 1):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -64,6 +61,27 @@ def _graph_us(call: Callable[[], object], device: torch.device, capture: Capture
             taken.append(begin.elapsed_time(end) * 1e3 / GRAPH_CALLS)
     torch.cuda.current_stream(device).wait_stream(side)
     return statistics.median(taken[1:])
+
+
+def _captured(
+    call: Callable[[], object], side: torch.cuda.Stream, capture: Capture
+) -> torch.cuda.CUDAGraph:
+    """A graph of the calls; what a call raises comes out, not what the broken capture says afterwards."""
+    graph = torch.cuda.CUDAGraph()
+    raised: list[Exception] = []
+    try:
+        with capture(), torch.cuda.graph(graph, stream=side):
+            try:
+                for _ in range(GRAPH_CALLS):
+                    call()
+            except Exception as error:
+                raised.append(error)
+    except Exception:
+        if not raised:
+            raise
+    if raised:
+        raise raised[0]
+    return graph
 
 
 def usable() -> bool:
