@@ -54,7 +54,7 @@ def communicator(rig: str, rank: int, world: int, session: str, exchange: Any) -
     from sglang_sm120.comm.native import NativeCommunicator
 
     return NativeCommunicator(
-        "tp", rank, world, exchange, capacity_bytes=8 << 20, timeout_ms=20_000, early_launch=True
+        "tp", rank, world, exchange, capacity_bytes=8 << 20, timeout_ms=20_000
     )
 
 

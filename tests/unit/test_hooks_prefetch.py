@@ -170,18 +170,29 @@ def test_limits_are_the_devices():
     assert limits.bandwidth == pytest.approx(1.792e6)
     # 10 us: 9 of them at 80 % of that.
     assert limits.budget(10.0) == pytest.approx(12.9e6, rel=0.001)
+    # Four ranks on it: what they fetch together fits, and takes as long.
+    assert prefetch.limits_of(gpu, 4) == Limits(32 << 20, limits.bandwidth / 4)
 
 
+@pytest.mark.parametrize(("shared", "sharing"), [(False, 1), (True, 2)])
 @pytest.mark.parametrize("draft", [False, True])
-def test_the_models_weights_are_planned_once_they_are_loaded(model, monkeypatch, caplog, draft):
+def test_the_models_weights_are_planned_once_they_are_loaded(
+    model, monkeypatch, caplog, draft, shared, sharing
+):
     made = prefetch.Prefetch()
     monkeypatch.setattr(prefetch, "PREFETCH", made)
-    session = sessions.Session(Options(enabled=True), "cuda", 0)
+    session = sessions.Session(Options(enabled=True, shared_gpu=shared), "cuda", 0)
     session.adapters = [Sm120AllReduce(Listening(), None, torch.device("cpu"))]
     monkeypatch.setattr(sessions, "_session", session)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: None)
-    monkeypatch.setattr(prefetch, "limits_of", lambda _: Limits(1 << 20, 1e3))
+    asked = []
+
+    def limits_of(gpu, ranks):
+        asked.append(ranks)
+        return Limits(1 << 20, 1e3)
+
+    monkeypatch.setattr(prefetch, "limits_of", limits_of)
     monkeypatch.setattr(torch, "device", lambda *_: "cpu")
     runner = types.SimpleNamespace(
         model_runner=types.SimpleNamespace(model=model, is_draft_worker=draft)
@@ -189,6 +200,7 @@ def test_the_models_weights_are_planned_once_they_are_loaded(model, monkeypatch,
     with caplog.at_level("INFO", logger="sglang_sm120"):
         prefetch.plan_weights(None, runner)
     assert (made.plan is None) == draft
+    assert asked == ([] if draft else [sharing])
     expected = "" if draft else "weights after 5 sums, up to 0.0 MiB of 1 rows' 50.0 us"
     assert expected in caplog.text
 

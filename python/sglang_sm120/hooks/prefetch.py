@@ -96,13 +96,15 @@ def expected_us(plan: Plan | None, rows: int) -> float:
     return choice.us if choice.source in ("timed", "between") else 0.0
 
 
-def limits_of(gpu: Any) -> Limits:
-    """Limits of a CUDA device: its L2, and its memory's peak (two transfers per clock of the bus).
+def limits_of(gpu: Any, sharing: int = 1) -> Limits:
+    """Limits of one rank: its part of a CUDA device's L2 and of its memory's peak (two transfers per clock of the bus).
 
     Args:
         gpu: `torch.cuda.get_device_properties()`: clock in kHz, bus in bits.
+        sharing: ranks that compute on this GPU and prefetch at the same time.
     """
-    return Limits(gpu.L2_cache_size, 2 * gpu.memory_clock_rate * gpu.memory_bus_width / 8 / 1000)
+    peak = 2 * gpu.memory_clock_rate * gpu.memory_bus_width / 8 / 1000
+    return Limits(gpu.L2_cache_size // sharing, peak / sharing)
 
 
 PREFETCH = Prefetch()
@@ -115,10 +117,12 @@ def plan_weights(result: Any, self: Any) -> None:
     if runner.is_draft_worker or not session.adapters:
         return
     device = torch.cuda.current_device()
+    worlds = [adapter.communicator.world for adapter in session.adapters]
+    sharing = max(worlds) if session.options.shared_gpu else 1
     try:
         PREFETCH.attach(
             runner.model,
-            limits_of(torch.cuda.get_device_properties(device)),
+            limits_of(torch.cuda.get_device_properties(device), sharing),
             torch.device("cuda", device),
         )
     except PrefetchError as error:
