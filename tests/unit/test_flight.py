@@ -39,6 +39,7 @@ def said(newest: list[int], why: int, source: int) -> str:
         ([7, 7, 7, 7], MISSING, 2, "all ranks began all_reduce_rmsnorm, 16 x 7168 bfloat16, but data of rank 2"),
         ([7, 8, 9, 7], MISSING, 2, "its GPU could not run the whole kernel beside other work, or its stores are lost"),
         ([7, 7, 6, 7], LEFT, 2, "rank 2 is missing in all_reduce_rmsnorm, 16 x 7168 bfloat16, as another rank found"),
+        ([7, 7, 7, 7], LEFT, 2, "data did not arrive in time, as another rank found: a rank came late, its GPU could"),
     ],
 )  # fmt: skip
 def test_only_ranks_that_never_began_the_call_are_called_missing(

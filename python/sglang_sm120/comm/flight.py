@@ -45,13 +45,20 @@ def sentence(library: Any, handle: int, name: str, rank: int, world: int) -> str
         f"this rank waited for rank {source}, phase {PHASES[phase]}, tile {tile}, "
         f"bound {waited / 1e6:.0f} ms"
     )
+    reason = "came late, its GPU could not run the whole kernel beside other work, or its stores are lost"
     if not missing and why != _LEFT:
         return (
-            f"{where}: all ranks began {what}, but data of rank {source} did not arrive: its GPU could not run "
-            f"the whole kernel beside other work, or its stores are lost ({waited_for})"
+            f"{where}: all ranks began {what}, but data of rank {source} did not arrive in time: the rank {reason} "
+            f"({waited_for})"
         )
     if not missing and (told := _mismatch_ahead(library, handle, call, rank, world)):
         return f"{where}: {told}"
+    if not missing and others:
+        # Whom this rank waited for may itself have waited for the one that the other rank names.
+        return (
+            f"{where}: all ranks began {what}, but data did not arrive in time, as another rank found: a rank {reason} "
+            f"({waited_for})"
+        )
     named = missing or [source]
     ranks = " and ".join(str(other) for other in named)
     verb = "are" if len(named) > 1 else "is"
