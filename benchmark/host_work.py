@@ -14,6 +14,7 @@ gaps between them, which are Python, below 0.3 ms. Longer gaps are waits for the
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import statistics
@@ -91,6 +92,13 @@ def read(folders: list[Path]) -> list[Host]:
     return hosts
 
 
+def gpu_of(folder: Path) -> str:
+    """The GPU of a folder's first trace, as the profiler noted it."""
+    path = sorted(folder.rglob("*.json.gz"))[0]
+    noted = json.loads(gzip.decompress(path.read_bytes())).get("deviceProperties") or [{}]
+    return str(noted[0].get("name", "unknown GPU"))
+
+
 def main(
     folders: Annotated[list[Path], typer.Argument(help="Traces of one server each, NAME.traces.")],
     baseline: Annotated[str, typer.Option(help="Servers without our kernels.")] = "eagle3",
@@ -106,7 +114,9 @@ def main(
     slope, start = numpy.polyfit([h.pace for h in base], [h.work_ms for h in base], 1)
     for h in hosts:
         h.over_baseline = h.work_ms / (start + slope * h.pace)
-    table = Table(title=f"work of the ranks' main threads per verify pass ({len(folders)} servers)")
+    ranks = 1 + max(h.rank for h in hosts)
+    rig = f"{ranks} ranks on {gpu_of(folders[0])}, {len(folders)} servers, traced"
+    table = Table(title=f"work of the ranks' main threads per verify pass ({rig})")
     for column in ("server", "rank", "pace", "work, ms", f"over {baseline} at this pace"):
         table.add_column(column)
     for h in hosts:
@@ -121,6 +131,7 @@ def main(
         console.print(f"{name}: {ratio:.3f} of {baseline} at equal pace (median over ranks)")
     if out:
         figures = {
+            "rig": rig,
             "line_ms": {"start": start, "slope": slope},
             "median_over_baseline": medians,
             "ranks": [asdict(h) for h in hosts],
