@@ -42,13 +42,15 @@ class Rank:
             print("RESULT " + json.dumps(record), flush=True)
 
     def leave(self, contenders: Iterable[Any], **record: Any) -> NoReturn:
-        """End this process; NCCL is left alone, whose ranks of one GPU wait for each other while they tear down."""
+        """Close the contenders and end this process.
+
+        NCCL is none of them: its ranks of one GPU wait for each other while they tear down.
+        """
         torch.cuda.synchronize()
         self.say(kind="done", **record)
         self.exchange(None)  # nobody takes memory away that another still reads
         for contender in contenders:
-            if not isinstance(contender, Nccl):
-                contender.close()
+            contender.close()
         os._exit(0)
 
     def inputs(self, rows: int, hidden: int) -> Inputs:
@@ -216,6 +218,7 @@ def main() -> None:
                         if fp8:
                             entries.append(("native+fp8", fp8[1], fp8[2]))
                 final(rank, entries, i, op, a.replays)
+    contenders.pop("nccl", None)
     rank.leave(contenders.values(), seconds=round(time.monotonic() - began, 1))
 
 

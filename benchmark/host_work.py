@@ -27,8 +27,8 @@ import numpy
 import typer
 from rich.console import Console
 from rich.table import Table
-from sglang_sm120.verify.pace import paces
-from sglang_sm120.verify.trace import load_events, rank_of, read_trace
+from sglang_sm120.verify.pace import common_operators, times_as_slow
+from sglang_sm120.verify.trace import load_events, rank_of, trace_of
 
 WAIT_US = 300.0
 HOST = ("cpu_op", "cuda_runtime", "cuda_driver")
@@ -77,18 +77,18 @@ def read(folders: list[Path]) -> list[Host]:
             raise typer.BadParameter(f"{folder} holds no *.json.gz trace")
         for index, path in enumerate(files):
             events = load_events(path)
-            passes = sum(p.kind == "VERIFY" for p in read_trace(path).passes)
+            trace = trace_of(events, path, rank=rank_of(path, index))
+            passes = sum(p.kind == "VERIFY" for p in trace.passes)
             if not passes:
                 raise typer.BadParameter(f"{path} holds no verify pass")
             server = re.sub(r"-\d+$", "", folder.name.removesuffix(".traces"))
-            hosts.append(Host(server, rank_of(path, index), work_us(events) / passes / 1000))
-            seen.append(paces(events))
-    common = set.intersection(*(set(p) for p in seen))
+            hosts.append(Host(server, trace.rank, work_us(events) / passes / 1000))
+            seen.append(trace.paces)
+    common = common_operators(seen)
     if not common:
         raise typer.BadParameter("the traces have no common operators that touch no GPU")
-    best = {op: min(p[op] for p in seen) for op in common}
-    for host, pace in zip(hosts, seen, strict=True):
-        host.pace = statistics.median(pace[op] / best[op] for op in common)
+    for host, pace in zip(hosts, times_as_slow(seen, common), strict=True):
+        host.pace = pace
     return hosts
 
 

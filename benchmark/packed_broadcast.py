@@ -103,7 +103,7 @@ def worker(number: int, world: int, port: int) -> None:
                 times.append((time.perf_counter() - began) * 1e6)
             record[f"{name}_host_us"] = median(max(t) for t in zip(*rank.exchange(times)))
         rank.say(calls=CALLS, **record)
-    rank.leave([native, nccl])
+    rank.leave([native])
 
 
 if __name__ == "__main__":

@@ -174,7 +174,13 @@ def main(
     rig, bandwidth = rig_name(), memory_bandwidth()
     console.print(f"{rig}: memory reads at {bandwidth / 1000:.0f} GB/s")
     results: list[dict[str, Any]] = []
-    early = []
+    early: list[dict[str, Any]] = []
+
+    def save() -> None:
+        if out:
+            data = {"rig": rig, "prefetch": results, "early": early}
+            out.write_text(json.dumps(data, indent=1) + "\n")
+
     with pair() as both, torch.no_grad():
         for leave in map(float, leave_gb_s.split(",")):
             reader = Reader(leave * 1000) if leave else None
@@ -192,16 +198,13 @@ def main(
             console.print(prefetch_table(found, rig))
             verdict(found, console.print)
             results += found
-            if out:
-                out.write_text(json.dumps({"rig": rig, "prefetch": results}, indent=1) + "\n")
+            save()  # what the next table cannot take away
         # A GEMV that waits on its SMs leaves room for the peer's kernel up to 4 rows.
         for how in ("none", "bf16", "triton", "triton early"):
             for n in (1, 4):
                 early.append(early_case(both, how, n, 5.0, layers))
         console.print(early_table(early, rig))
-    if out:
-        data = {"rig": rig, "prefetch": results, "early": early}
-        out.write_text(json.dumps(data, indent=1) + "\n")
+    save()
     if not all(all(r["same_bits"].values()) for r in results):
         raise typer.Exit(1)
 

@@ -45,25 +45,21 @@ def sentence(library: Any, handle: int, name: str, rank: int, world: int) -> str
         f"this rank waited for rank {source}, phase {PHASES[phase]}, tile {tile}, "
         f"bound {waited / 1e6:.0f} ms"
     )
-    reason = "came late, its GPU could not run the whole kernel beside other work, or its stores are lost"
-    if not missing and why != _LEFT:
-        return (
-            f"{where}: all ranks began {what}, but data of rank {source} did not arrive in time: the rank {reason} "
-            f"({waited_for})"
-        )
-    if not missing and (told := _mismatch_ahead(library, handle, call, rank, world)):
+    told_so = why == _LEFT
+    found = ", as another rank found" if told_so else ""
+    if not missing and told_so and (told := _mismatch_ahead(library, handle, call, rank, world)):
         return f"{where}: {told}"
-    if not missing and others:
+    if not missing and (others or not told_so):
         # Whom this rank waited for may itself have waited for the one that the other rank names.
+        whose, who = ("", "a rank") if told_so else (f" of rank {source}", "the rank")
         return (
-            f"{where}: all ranks began {what}, but data did not arrive in time, as another rank found: a rank {reason} "
-            f"({waited_for})"
+            f"{where}: all ranks began {what}, but data{whose} did not arrive in time{found}: {who} came late, its GPU "
+            f"could not run the whole kernel beside other work, or its stores are lost ({waited_for})"
         )
     named = missing or [source]
     ranks = " and ".join(str(other) for other in named)
     verb = "are" if len(named) > 1 else "is"
     noun = "ranks" if len(named) > 1 else "rank"
-    found = ", as another rank found" if why == _LEFT else ""
     return f"{where}: {noun} {ranks} {verb} missing in {what}{found} ({waited_for})"
 
 

@@ -117,8 +117,8 @@ def plan_weights(result: Any, self: Any) -> None:
     if runner.is_draft_worker or not session.adapters:
         return
     device = torch.cuda.current_device()
-    worlds = [adapter.communicator.world for adapter in session.adapters]
-    sharing = max(worlds) if session.options.shared_gpu else 1
+    shared = session.options.shared_gpu
+    sharing = max(a.communicator.world for a in session.adapters) if shared else 1
     try:
         PREFETCH.attach(
             runner.model,

@@ -7,7 +7,7 @@ number of calls look like those of any other rank; the length of operators that 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,13 +54,25 @@ def paces(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {name: statistics.median(us) for name, us in found.items() if len(us) >= ENOUGH}
 
 
+def common_operators(ranks: Iterable[Paces]) -> list[str]:
+    """Cheap operators that every rank's trace has."""
+    known = list(ranks)
+    return [op for op in CHEAP if known and all(p.get(op, 0) > 0 for p in known)]
+
+
+def times_as_slow(ranks: Sequence[Paces], operators: Sequence[str]) -> list[float]:
+    """Per rank its pace over the best of all ranks, median over operators."""
+    best = {op: min(p[op] for p in ranks) for op in operators}
+    return [statistics.median(p[op] / best[op] for op in operators) for p in ranks]
+
+
 def slow_ranks(ranks: Mapping[int, Paces]) -> list[Slow]:
     """Ranks at least `SLOW` times as slow as the fastest one, slowest first; none where traces have no operators."""
-    common = [op for op in CHEAP if ranks and all(op in p and p[op] > 0 for p in ranks.values())]
+    common = common_operators(ranks.values())
     if len(ranks) < 2 or not common:
         return []
-    best = {op: min(p[op] for p in ranks.values()) for op in common}
-    fastest = min(ranks, key=lambda r: statistics.median(ranks[r][op] / best[op] for op in common))
+    relative = dict(zip(ranks, times_as_slow(list(ranks.values()), common), strict=True))
+    fastest = min(ranks, key=lambda r: relative[r])
     found = []
     for rank, pace in ranks.items():
         ratios = {op: pace[op] / ranks[fastest][op] for op in common}

@@ -179,15 +179,23 @@ def rank_of(path: Path, fallback: int) -> int:
 
 
 def read_trace(path: Path, *, rank: int = 0) -> RankTrace:
-    """Read one rank's trace and split its device work into passes.
+    """Read one rank's trace and split its device work into passes, see `trace_of`.
+
+    Raises:
+        TraceError: no device work, or not a trace.
+    """
+    return trace_of(load_events(path), path, rank=rank)
+
+
+def trace_of(events: list[dict[str, Any]], path: Path, *, rank: int = 0) -> RankTrace:
+    """Split the device work of a trace's events into passes; `path` is for the error's text.
 
     Passes are found, in this order, by SGLang's step annotations through the launches inside them, by
     the annotations on the device's own time line, by graph launches, and by pauses.
 
     Raises:
-        TraceError: no device work, or not a trace.
+        TraceError: no device work.
     """
-    events = load_events(path)
     device = [e for e in events if e.get("cat") in DEVICE_WORK]
     if not device:
         passes = _host_passes(events)
