@@ -141,6 +141,8 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str, out: Any, first:
     told["said"] = said.lines
     if first:
         again, told["chosen"] = _time_again(ours, args, device, dtype, captured, exchange, baseline)
+        # What may not serve is no choice that the plan missed.
+        told["off"] = [note.split(" is off: ")[0] for note in plan.notes if " is off: " in note]
         # Infinite is what a candidate cannot serve.
         told["again"] = {
             k: {n: median(t) for n, t in v.items() if max(t) < inf} for k, v in again.items()
@@ -253,7 +255,8 @@ def main() -> None:
     for key, times in first["again"].items():
         name = first["chosen"][key]
         # FlashInfer must be faster than ours by its handicap to be the better choice.
-        best = min(times, key=lambda n: times[n] * (1 + HANDICAP.get(n.split("/")[0], 0.0)))
+        allowed = [n for n in times if not {n, n.split("/")[0]} & set(first["off"])]
+        best = min(allowed, key=lambda n: times[n] * (1 + HANDICAP.get(n.split("/")[0], 0.0)))
         ratio = times[name] / times[best]
         worst = max(worst, ratio)
         base = times.get(BASELINE, float("nan"))

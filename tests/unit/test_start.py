@@ -49,6 +49,7 @@ class Rig:
         ""  # what the fused calls of native get wrong on rank 3: "residual" or "normed"
     )
     uneven: str = ""  # schedule whose sums differ between ranks in their last bits
+    flashinfer_ways: tuple[tuple[str, int], ...] = (("pcie_staged", 8),)
 
 
 class Backend(Communicator):
@@ -59,6 +60,7 @@ class Backend(Communicator):
     ) -> None:
         super().__init__("tp", rank, WORLD)
         self.backend, self.rig, self._exchange, self._ways = name, rig, meet.of(rank), ways
+        self.canonical = name != "flashinfer"
         self.now: dict[tuple[Op, int], tuple[str, int]] = {}
         self.prepared: list[tuple[int, tuple[int, ...]]] = []
         self.failing = ""
@@ -126,7 +128,7 @@ def start_all(
     fp8: bool = False,
 ) -> list[PlannedCommunicator]:
     """Start the ranks of a described machine whose `native` backend may be joined by others."""
-    ways = {"native": (("one_shot", 0), ("one_shot", 8), ("two_shot", 0)), "mailbox": (("", 0),), "flashinfer": (("pcie_staged", 8),)}  # fmt: skip
+    ways = {"native": (("one_shot", 0), ("one_shot", 8), ("two_shot", 0)), "mailbox": (("", 0),), "flashinfer": rig.flashinfer_ways}  # fmt: skip
     fabric = SoftwareFabric(machine.load(FIXTURES / box / "fabric.toml"))
     meets = {name: ThreadExchange(WORLD) for name in ("group", *ways)}
 
@@ -262,11 +264,38 @@ def test_the_fused_kernel_must_prove_itself_too(monkeypatch, what) -> None:
     assert "rank 3: " in " ".join(ranks[0].plan.notes) and "fused" in " ".join(ranks[0].plan.notes)
 
 
-def test_a_backend_that_gives_the_ranks_different_bits_does_not_serve(monkeypatch) -> None:
+def test_a_way_that_gives_the_ranks_different_bits_does_not_serve(monkeypatch) -> None:
     rig = Rig({"nccl": 30.0, "native": 10.0, "flashinfer": 1.0}, uneven="pcie_staged")
     ranks = start_all(rig, monkeypatch)
     assert ranks[0].plan.serves("native") and not ranks[0].plan.serves("flashinfer")
-    assert "the flashinfer kernel gives the ranks different bits (by pcie_staged on 8 CTAs)" in " ".join(ranks[0].plan.notes)  # fmt: skip
+    (note,) = ranks[0].plan.notes
+    assert note == "flashinfer/pcie_staged/8c is off: the flashinfer kernel gives the ranks different bits (by pcie_staged on 8 CTAs)"  # fmt: skip
+
+
+def test_the_other_ways_of_such_a_backend_may_serve_and_the_plan_is_kept(
+    monkeypatch, tmp_path
+) -> None:
+    ways = (("pcie_staged", 8), ("pcie_staged", 16), ("trtllm_one_shot", 0))
+    us = {"nccl": 30.0, "native": 10.0, "flashinfer": 1.0, "flashinfer/trtllm_one_shot": 5.0}
+    rig = Rig(us, uneven="pcie_staged", flashinfer_ways=ways)
+    first = start_all(rig, monkeypatch, cache=tmp_path)
+    assert serving(first) == {"flashinfer/trtllm_one_shot"}
+    off = [note.split(" is off: ")[0] for note in first[0].plan.notes]
+    assert off == ["flashinfer/pcie_staged/8c", "flashinfer/pcie_staged/16c"]
+    rig.us = {"nccl": 1.0}  # a new plan would leave everything to NCCL
+    again = start_all(rig, monkeypatch, cache=tmp_path)
+    assert again[0].plan.digest() == first[0].plan.digest()
+    rig.uneven = "trtllm_one_shot"  # and now the way that serves
+    assert serving(start_all(rig, monkeypatch, cache=tmp_path)) == {"nccl"}
+
+
+def test_different_bits_of_our_own_kernels_stop_all_of_them_and_are_not_kept(
+    monkeypatch, tmp_path
+) -> None:
+    rig = Rig({"nccl": 30.0, "native": 10.0, "native/two_shot": 20.0}, uneven="two_shot")
+    assert serving(start_all(rig, monkeypatch, extras=(), cache=tmp_path)) == {"nccl"}
+    rig.uneven = ""
+    assert "nccl" not in serving(start_all(rig, monkeypatch, extras=(), cache=tmp_path))
 
 
 def test_c33_a_kept_plan_with_flashinfer_makes_it_again_and_checks_it(

@@ -31,6 +31,15 @@ def test_nothing_is_vetoed_at_first_and_nothing_removes_a_veto() -> None:
     assert not verdict.allows("native")
 
 
+def test_a_veto_of_one_way_leaves_the_others_and_one_of_the_path_stops_all() -> None:
+    verdict = Verdict()
+    verdict.veto(Veto(target="flashinfer/pcie_unstaged/16c", reason="different bits"))
+    assert verdict.allows("flashinfer") and verdict.allows("flashinfer/trtllm_one_shot")
+    assert not verdict.allows("flashinfer/pcie_unstaged/16c")
+    verdict.veto(BROKEN)
+    assert "error 101" in verdict.why("flashinfer/trtllm_one_shot")
+
+
 def test_an_unknown_path_is_an_error() -> None:
     with pytest.raises(KeyError):
         Verdict().allows("natve")

@@ -36,7 +36,11 @@ class Communicator(ABC):
         rank: this process's index in the group.
         world: number of ranks in the group.
         calls: how many calls of each `Op` were served, the counter behind logs and /metrics.
+        canonical: every way it can run adds up in one order, so that ranks with different bits mean that it is broken; of
+            another backend only the way that was seen to do so is out.
     """
+
+    canonical = True
 
     name: str
     rank: int

@@ -84,6 +84,8 @@ class FlashInferCommunicator(Communicator):
         shared_gpu: several of these ranks compute on one GPU.
     """
 
+    canonical = False
+
     def __init__(
         self,
         name: str,

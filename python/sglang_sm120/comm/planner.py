@@ -130,8 +130,9 @@ def make_plan(
     notes: list[str] = []
     alive = []
     for c in candidates:
-        if c.backend != BASELINE and not verdict.allows(c.backend):
-            note = f"{c.backend} is off: {verdict.why(c.backend)}"
+        if c.backend != BASELINE and not verdict.allows(c.choice.name):
+            off = c.choice.name if verdict.allows(c.backend) else c.backend
+            note = f"{off} is off: {verdict.why(off)}"
             notes.extend([note] if note not in notes else [])
         elif not (c.backend in OURS and c.schedule in banned):
             alive.append(c)

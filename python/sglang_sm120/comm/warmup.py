@@ -90,14 +90,14 @@ def plan_group(
     verdict.agree(exchange)
     measured: list[Veto] = []
     kept = _kept(rank, exchange, identity, cache)
-    if kept is not None and all(verdict.allows(e.choice.backend) for e in kept.plan.entries):
+    if kept is not None and _allowed(kept.plan, verdict):
         plan = agree(kept.plan, rank, exchange)
         # Bridges and IOMMU can change without a new kernel: the real kernel's sums are checked at every start.
         wrong = _check(_backends(plan), sums, request, rank, exchange, device, dtype)
-        if not wrong:
+        verdict.add(wrong)
+        if _allowed(plan, verdict):
             return _done(plan, verdict, kept.report, True, begin)
         measured.extend(wrong)
-        verdict.add(wrong)
     report, edges = None, None
     if verdict.allows(path):
         try:
@@ -134,8 +134,9 @@ def plan_group(
             break
         measured += broken
         verdict.add(broken)
-    # A machine that failed is probed again at the next start: its remedy needs no new software.
-    if rank == 0 and not measured:
+    # A machine that failed is probed again at the next start: its remedy needs no new software. A way to run that a
+    # sound backend does without is no failure of the machine.
+    if rank == 0 and all("/" in veto.target for veto in measured):
         record = plan_cache.Record(identity=identity, plan=plan, report=report)
         plan_cache.store(cache, record)
     return _done(plan, verdict, report, False, begin)
@@ -163,6 +164,11 @@ def _check(
                 communicator, backend, request.hidden, rank, exchange, device, dtype=dtype
             )
     return found
+
+
+def _allowed(plan: Plan, verdict: Verdict) -> bool:
+    """Whether the verdict leaves everything that the plan uses."""
+    return all(verdict.allows(e.choice.name) for e in plan.entries)
 
 
 def _backends(plan: Plan) -> list[str]:

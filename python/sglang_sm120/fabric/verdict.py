@@ -36,7 +36,8 @@ class Veto(msgspec.Struct, frozen=True, kw_only=True):
     """One reason against one need or path.
 
     Attributes:
-        target: a need ("p2p", "host-memory", "one-host", ...) or a path ("native", ...).
+        target: a need ("p2p", "host-memory", "one-host", ...), a path ("native", ...), or one way of a path to run, by the
+            name of its plan's choice ("flashinfer/pcie_unstaged/16c").
         reason: what was seen, with the figures.
         remedy: the line to type or the switch to turn; may be empty.
         ranks: the ranks (or the edge's two ranks) that it is about.
@@ -78,12 +79,13 @@ class Verdict:
             self.veto(veto)
 
     def against(self, path: str) -> list[Veto]:
-        """The vetoes that stop `path`; empty means it may run. KeyError for an unknown path."""
-        needs = {path, *NEEDS[path]}
+        """The vetoes that stop `path`, or one way of it; empty means it may run. KeyError for an unknown path."""
+        backend = path.split("/")[0]
+        needs = {path, backend, *NEEDS[backend]}
         return [v for v in self.vetoes if v.target in needs]
 
     def allows(self, path: str) -> bool:
-        """Whether `path` (a backend: "native", "mailbox", "flashinfer", "nccl", "host") may run."""
+        """Whether `path` (a backend: "native", "mailbox", "flashinfer", "nccl", "host"; or a way of one) may run."""
         return not self.against(path)
 
     def why(self, path: str) -> str:
