@@ -44,7 +44,7 @@ class Ahead:
         self.chunks = plan.array().cuda()
         self.windows = [plan.window(b, wait_us) for b in range(len(plan.boundaries))]
         self.bytes = [plan.bytes_at(b, wait_us) for b in range(len(plan.boundaries))]
-        self.side = torch.cuda.Stream()
+        self.side = chain.pair.side
 
     def capture(self, way: tuple[str, int]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """The chain with prefetch by one of `WAYS`."""

@@ -43,19 +43,21 @@ def hold(records, calls, missed, wait_ns, give_up_ns, slots: tl.constexpr, words
         pass
 
 
-@triton.jit(do_not_specialize=["lasting_ns", "span"])
-def occupy(memory, span, lasting_ns, sink, words: tl.constexpr):
-    """Read a large memory for some time, in lines that L2 gives up first: a card with less bandwidth."""
+@triton.jit(do_not_specialize=["lasting_ns", "blocks"])
+def occupy(memory, blocks, stop, lasting_ns, sink, words: tl.constexpr):
+    """Read a large memory until told to stop, in lines that L2 gives up first: a card with less bandwidth.
+
+    `blocks` of `words` are a power of two; `lasting_ns` bounds the loop where nobody says stop.
+    """
     program = tl.program_id(0).to(tl.int64)
-    step = tl.num_programs(0).to(tl.int64) * words
     lanes = tl.arange(0, words)
-    at = program * words
+    block = program
     total = tl.zeros((words,), tl.int32)
     began = globaltimer()
-    while globaltimer() - began < lasting_ns:
-        for _ in tl.static_range(4):
-            total += tl.load(memory + at + lanes, eviction_policy="evict_first")
-            at = (at + step) % span
+    while (tl.load(stop, volatile=True) == 0) & (globaltimer() - began < lasting_ns):
+        for _ in tl.static_range(16):  # the clock and the word to look at cost as much as some reads
+            total += tl.load(memory + block * words + lanes, eviction_policy="evict_first")
+            block = (block + tl.num_programs(0)) & (blocks - 1)
     tl.store(sink + program * words + lanes, total)
 
 
@@ -100,6 +102,9 @@ class Pair:
         ]  # fmt: skip
         # Ahead of everything else on the device, as kernels of another device would be.
         self.peer = torch.cuda.Stream(priority=-5)
+        # One each for all graphs: torch hands out the same 32 streams again and again, and a graph on the reader's stream
+        # would wait for the reader.
+        self.stream, self.side = torch.cuda.Stream(), torch.cuda.Stream()
         self.kept: list[torch.Tensor] = []
         self.calls = torch.zeros(1, dtype=torch.int64, device="cuda")
         self.missed = torch.zeros_like(self.calls)
@@ -290,30 +295,43 @@ class Chain:
 class Reader:
     """Takes memory bandwidth away, so that what remains is about that of another card.
 
+    It reads from as few multiprocessors as do it, for the chain's kernels want the others.
+
     Args:
         leaves: bytes per microsecond to leave.
     """
 
     WORDS = 4096  # int32 per load and thread block
+    MOST_CTAS = 96
+    LONGEST_US = 50_000.0  # bound of one run
 
     def __init__(self, leaves: float) -> None:
         self.memory = torch.zeros(1 << 30, dtype=torch.int32, device="cuda")
-        self.sink = torch.zeros(128 * self.WORDS, dtype=torch.int32, device="cuda")
-        self.stream = torch.cuda.Stream()
+        self.sink = torch.zeros(self.MOST_CTAS * self.WORDS, dtype=torch.int32, device="cuda")
+        self.stop = torch.zeros(1, dtype=torch.int32, device="cuda")
+        self.stream, self._other = torch.cuda.Stream(), torch.cuda.Stream()
         self.ctas = 0
         found: dict[float, tuple[int, float]] = {}
-        for ctas in range(8, 97, 8):
+        for ctas in range(8, self.MOST_CTAS + 1, 8):
             self.ctas = ctas
             left = memory_bandwidth(self)
             found[abs(left - leaves)] = (ctas, left)
         self.ctas, self.left = found[min(found)]
 
-    def run(self, lasting_us: float) -> None:
-        """Begin; it ends by itself."""
+    def begin(self) -> None:
+        """Read from now on, until `end_after`."""
         with torch.cuda.stream(self.stream):
+            self.stop.zero_()
             occupy[(self.ctas,)](
-                self.memory, self.memory.numel(), int(lasting_us * 1000), self.sink, self.WORDS, num_warps=8
+                self.memory, self.memory.numel() // self.WORDS, self.stop, int(self.LONGEST_US * 1000), self.sink,
+                self.WORDS, num_warps=16,
             )  # fmt: skip
+
+    def end_after(self, event: torch.cuda.Event) -> None:
+        """End the reading once `event` has happened."""
+        with torch.cuda.stream(self._other):
+            self._other.wait_event(event)
+            self.stop.fill_(1)
 
 
 class Timer:
@@ -323,34 +341,34 @@ class Timer:
         reader: what else uses the memory meanwhile.
     """
 
-    LONGEST_US = 4000.0  # of a timed graph, with its launch
-
     def __init__(self, pair: Pair, reader: Reader | None = None) -> None:
         self.pair = pair
         self.reader = reader
-        self.stream = torch.cuda.Stream()
 
     def once(self, graph: torch.cuda.CUDAGraph, peer: torch.cuda.CUDAGraph) -> float:
-        """Microseconds of one replay."""
+        """Microseconds of one replay.
+
+        Raises:
+            RuntimeError: the reader reached its bound, so that the graph may have run without it at the end.
+        """
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if self.reader is not None:
-            self.reader.run(self.LONGEST_US)
+        if self.reader:
+            self.reader.begin()
         with torch.cuda.stream(self.pair.peer):
             peer.replay()
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.pair.stream):
             begin.record()
             graph.replay()
             end.record()
+        if self.reader:
+            self.reader.end_after(end)
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) * 1000
-
-    def _covered(self, graph: torch.cuda.CUDAGraph, peer: torch.cuda.CUDAGraph) -> float:
-        """Microseconds of one replay that the reader, if there is one, surely outlasted."""
-        for _ in range(5):
-            us = self.once(graph, peer)
-            if self.reader is None or us < self.LONGEST_US / 2:
-                return us
-        raise RuntimeError(f"a graph took {us:.0f} us: the reader beside it may have ended early")
+        us = begin.elapsed_time(end) * 1000
+        if self.reader and us > self.reader.LONGEST_US / 2:
+            raise RuntimeError(
+                f"a graph took {us:.0f} us beside {self.reader.ctas} CTAs that read: they keep its kernels out"
+            )
+        return us
 
     def compare(
         self,
@@ -366,7 +384,7 @@ class Timer:
         for block in range(blocks):
             order = list(range(len(graphs)))
             for index in order if block % 2 == 0 else order[::-1]:
-                seen[index] += [self._covered(graphs[index], peer) for _ in range(each)]
+                seen[index] += [self.once(graphs[index], peer) for _ in range(each)]
         self.pair.check()
         return [statistics.median(values) for values in seen]
 
@@ -377,11 +395,13 @@ def memory_bandwidth(reader: Reader | None = None) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     seen = []
     for _ in range(5):
-        if reader is not None:
-            reader.run(6000)
+        if reader:
+            reader.begin()
         begin.record()
         big.sum()
         end.record()
+        if reader:
+            reader.end_after(end)
         torch.cuda.synchronize()
         seen.append(big.numel() * 4 / (begin.elapsed_time(end) * 1000))
     return statistics.median(seen)
