@@ -55,7 +55,9 @@ def occupy(memory, blocks, stop, lasting_ns, sink, words: tl.constexpr):
     total = tl.zeros((words,), tl.int32)
     began = globaltimer()
     while (tl.load(stop, volatile=True) == 0) & (globaltimer() - began < lasting_ns):
-        for _ in tl.static_range(16):  # the clock and the word to look at cost as much as some reads
+        for _ in tl.static_range(
+            16
+        ):  # the clock and the word to look at cost as much as some reads
             total += tl.load(memory + block * words + lanes, eviction_policy="evict_first")
             block = (block + tl.num_programs(0)) & (blocks - 1)
     tl.store(sink + program * words + lanes, total)

@@ -28,9 +28,11 @@ SOURCES = (
     "cuda/relay.cu",
     "cuda/prefetch.cu",
     "cuda/probe.cu",
+    "cuda/share.cu",
     "ffi/cuda.cpp",
     "ffi/prefetch.cpp",
     "ffi/probe.cpp",
+    "ffi/share.cpp",
 )
 
 

@@ -83,9 +83,7 @@ def check_sums(
             communicator, hidden, rank, device, dtype
         )  # a collective, on every rank
         problem = problem or fused
-        bits = {
-            way: _bits(communicator, way, hidden, rank, device, dtype) for way in ways
-        }
+        bits = {way: _bits(communicator, way, hidden, rank, device, dtype) for way in ways}
         for rows in ROWS:
             communicator.choose(Op.ALL_REDUCE, rows, hidden, "")
     except (
