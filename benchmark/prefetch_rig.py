@@ -297,14 +297,15 @@ class Chain:
 class Reader:
     """Takes memory bandwidth away, so that what remains is about that of another card.
 
-    It reads from as few multiprocessors as do it, for the chain's kernels want the others.
+    It fills as few multiprocessors as do it and leaves the others alone: a cluster of the chain's kernels needs several
+    free ones beside each other, and beside many thin readers it waited for their end.
 
     Args:
         leaves: bytes per microsecond to leave.
     """
 
-    WORDS = 4096  # int32 per load and thread block
-    MOST_CTAS = 96
+    WORDS = 8192  # int32 per load and thread block
+    MOST_CTAS = 40
     LONGEST_US = 50_000.0  # bound of one run
 
     def __init__(self, leaves: float) -> None:
@@ -314,7 +315,7 @@ class Reader:
         self.stream, self._other = torch.cuda.Stream(), torch.cuda.Stream()
         self.ctas = 0
         found: dict[float, tuple[int, float]] = {}
-        for ctas in range(8, self.MOST_CTAS + 1, 8):
+        for ctas in range(8, self.MOST_CTAS + 1, 4):
             self.ctas = ctas
             left = memory_bandwidth(self)
             found[abs(left - leaves)] = (ctas, left)
@@ -326,7 +327,7 @@ class Reader:
             self.stop.zero_()
             occupy[(self.ctas,)](
                 self.memory, self.memory.numel() // self.WORDS, self.stop, int(self.LONGEST_US * 1000), self.sink,
-                self.WORDS, num_warps=16,
+                self.WORDS, num_warps=32,
             )  # fmt: skip
 
     def end_after(self, event: torch.cuda.Event) -> None:
