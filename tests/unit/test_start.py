@@ -289,6 +289,12 @@ def test_the_other_ways_of_such_a_backend_may_serve_and_the_plan_is_kept(
     assert serving(start_all(rig, monkeypatch, cache=tmp_path)) == {"nccl"}
 
 
+def test_a_pinned_backend_without_a_sound_way_says_which_were_not(monkeypatch) -> None:
+    rig = Rig({"nccl": 30.0, "native": 10.0, "flashinfer": 1.0}, uneven="pcie_staged")
+    with pytest.raises(PlanRefused, match="flashinfer/pcie_staged/8c is off: .* different bits"):
+        start_all(rig, monkeypatch, pin="flashinfer")
+
+
 def test_different_bits_of_our_own_kernels_stop_all_of_them_and_are_not_kept(
     monkeypatch, tmp_path
 ) -> None:

@@ -150,7 +150,10 @@ def make_plan(
     if request.pin:
         alive = [c for c in alive if c.backend == request.pin]
         if not alive:
-            why = verdict.why(request.pin) or "; ".join(f"{k}: {v}" for k, v in banned.items())
+            why = verdict.why(request.pin) or "; ".join(
+                [n for n in notes if n.startswith(request.pin)]
+                + [f"{k}: {v}" for k, v in banned.items()]
+            )
             raise PlanRefused(
                 f"--sm120-backend {request.pin} cannot serve group {request.group}: "
                 f"{why or 'no candidate of that backend'}. Use --sm120-backend auto."
